@@ -1,0 +1,19 @@
+"""A byte-exact, thread-safe cache for the embeddings of vision, audio and video encoders."""
+
+from multimodal_cache.base import (
+    CombinedHash,
+    EmbeddingResult,
+    EmbeddingTypeError,
+    MultimodalCache,
+)
+from multimodal_cache.static_cache import MultiModalStaticCache
+from multimodal_cache.stats import CacheStats
+
+__all__ = [
+    "CacheStats",
+    "CombinedHash",
+    "EmbeddingResult",
+    "EmbeddingTypeError",
+    "MultiModalStaticCache",
+    "MultimodalCache",
+]

@@ -1,0 +1,203 @@
+"""The demonstration: a vision encoder serves requests without the cache, then with it.
+
+``python -m multimodal_cache --help`` lists the options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from multimodal_cache import MultiModalStaticCache
+from multimodal_cache._demo.encoder import VisionTransformer
+from multimodal_cache._demo.images import ImageError, find_images, make_images, read_images
+from multimodal_cache._demo.serving import (
+    Server,
+    WrongEmbeddingError,
+    largest_difference,
+    plan_requests,
+)
+
+MIB = 2**20
+GENERATED_IMAGES = 12
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message and exits with status 2."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the demonstration.
+
+    Args:
+        arguments: The command line; that of the process by default.
+
+    Returns:
+        The exit status: 0, or 1 if the cache returned a wrong embedding.
+
+    Raises:
+        SystemExit: With status 2 if the arguments or the images are bad.
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        device = _device(options.device)
+        if options.images is None:
+            images = make_images(GENERATED_IMAGES, options.seed)
+        else:
+            images = read_images(_progress("reading images", find_images(options.images)))
+    except (ImageError, ValueError) as error:
+        parser.error(str(error))
+    try:
+        figures = demonstrate(images, device, options.requests, options.max_size, options.seed)
+    except WrongEmbeddingError as error:
+        sys.stderr.write(f"{parser.prog}: the cache is wrong: {error}\n")
+        return 1
+    text = json.dumps(figures, indent=2) if options.json else _table(figures)
+    sys.stdout.write(f"{text}\n")
+    return 0
+
+
+def demonstrate(
+    images: list[torch.Tensor], device: torch.device, num_requests: int, max_size: int, seed: int
+) -> dict[str, Any]:
+    """Serves the same requests without and with the cache, and checks the embeddings.
+
+    Raises:
+        WrongEmbeddingError: A hit isn't what was encoded, or the two runs don't agree.
+    """
+    server = Server(VisionTransformer(seed).eval().to(device), images, device)
+    requests = plan_requests(num_requests, len(images), seed)
+    cache = MultiModalStaticCache(max_size)
+    server.encode(requests[0])  # the first call pays for torch's own set-up
+    without = server.run(_progress("without the cache", requests))
+    cached = server.run_cached(_progress("with the cache", requests), cache)
+    stats = cache.stats()
+    return {
+        "device": str(device),
+        "images": len(images),
+        "requests": num_requests,
+        "encoder_calls_without": without.encoder_calls,
+        "encoder_calls_with": cached.encoder_calls,
+        "hits": stats.hits,
+        "hit_rate": stats.hit_rate,
+        "evictions": stats.evictions,
+        "bytes_held": stats.current_size,
+        "max_size": stats.max_size,
+        "seconds_without": without.seconds,
+        "seconds_with": cached.seconds,
+        "speed_up": without.seconds / cached.seconds,
+        "largest_difference": largest_difference(without, cached),
+    }
+
+
+def _table(figures: dict[str, Any]) -> str:
+    rows = [
+        ("", "without", "with the cache"),
+        ("requests", f"{figures['requests']}", f"{figures['requests']}"),
+        (
+            "encoder calls",
+            f"{figures['encoder_calls_without']}",
+            f"{figures['encoder_calls_with']}",
+        ),
+        ("hit rate", "-", f"{figures['hit_rate']:.1%}"),
+        (
+            "bytes held / budget",
+            "-",
+            f"{figures['bytes_held'] / MIB:.1f} / {figures['max_size'] / MIB:.1f} MiB",
+        ),
+        ("seconds", f"{figures['seconds_without']:.2f}", f"{figures['seconds_with']:.2f}"),
+        ("speed-up", "1.0x", f"{figures['speed_up']:.1f}x"),
+    ]
+    lines = [f"{name:<21}{without:>10}{cached:>18}" for name, without, cached in rows]
+    return "\n".join(
+        [
+            f"ViT-S/16 on {figures['device']}, {figures['images']} images",
+            "",
+            *lines,
+            "",
+            f"each of {figures['hits']} hits equals what was encoded, bit for bit; "
+            f"the runs differ by at most {figures['largest_difference']:.1g}",
+        ]
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m multimodal_cache",
+        description="Serves requests that ask several questions about the same images, "
+        "without the cache and with it.",
+    )
+    parser.add_argument(
+        "--images", type=Path, metavar="DIR", help="a folder of PNG, JPEG, WebP or GIF files"
+    )
+    parser.add_argument(
+        "--requests", type=_positive_int, default=40, metavar="N", help="how many (default: 40)"
+    )
+    parser.add_argument(
+        "--max-size", type=_mebibytes, default=64 * MIB, metavar="MIB",
+        help="the cache's budget in MiB (default: 64)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device", default="auto", help="cpu, cuda or cuda:N (default: cuda if there is one)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights, images and requests (default: 0)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    return parser
+
+
+def _positive_int(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def _mebibytes(text: str) -> int:
+    try:
+        size = float(text)
+    except ValueError:
+        size = math.nan
+    if not (math.isfinite(size) and size >= 0):
+        raise argparse.ArgumentTypeError(f"expected a number of MiB, 0 or more, got {text!r}")
+    return int(size * MIB)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device: expected cpu, cuda or cuda:N, got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device: expected cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device: there is no {name} on this machine")
+    return device
+
+
+def _progress(what: str, items: Sequence[Any]) -> Iterable[Any]:
+    """Shows a bar on a terminal, where tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return items
+    bar: Iterable[Any] = tqdm(items, desc=what, disable=None, leave=False)
+    return bar
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The parts of the demonstration, ``python -m multimodal_cache``."""

@@ -1,0 +1,188 @@
+"""What a multimodal cache is: the abstract base, its keys and its values.
+
+The names and signatures are those of SGLang's ``sglang.srt.mem_cache.multimodal_cache``.
+"""
+
+from __future__ import annotations
+
+import abc
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, SupportsIndex, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class EmbeddingTypeError(TypeError, AssertionError):
+    """The value given to ``set`` can't be cached: it holds no tensor, or one of unknown size.
+
+    It is an ``AssertionError`` too, because that is what the reference raises.
+    """
+
+
+@dataclass(kw_only=True)
+class EmbeddingResult:
+    """What an encoder made of one item, or of one list of items.
+
+    Servers subclass it with more fields; the cache keeps the class and all the fields.
+
+    Attributes:
+        embedding: The encoder's output, usually ``[num_tokens, hidden]``.
+    """
+
+    embedding: torch.Tensor
+
+
+class CombinedHash(int):
+    """The key of a list of items: an int that remembers which items it stands for.
+
+    Its value is exactly ``hash(tuple(mm_hashes))``, and it compares, hashes, prints and
+    formats as that int. ``hash`` of a tuple collides by construction (``hash(-1) ==
+    hash(-2)``, and ints wrap at ``2**61 - 1``), so a cache that is handed the items beside
+    the hash can tell two lists apart that share it.
+
+    Args:
+        mm_hashes: The keys of the single items, in the order in which the model sees them.
+
+    Raises:
+        TypeError: An item isn't an int, or is itself a ``CombinedHash``, whose own items
+            would then be hidden from the comparison.
+    """
+
+    _mm_hashes: tuple[int, ...]
+
+    def __new__(cls, mm_hashes: Iterable[SupportsIndex]) -> CombinedHash:  # noqa: D102
+        items = tuple(_single_key(item) for item in _ordered_items(mm_hashes))
+        self = super().__new__(cls, hash(items))
+        self._mm_hashes = items
+        return self
+
+    @property
+    def mm_hashes(self) -> tuple[int, ...]:
+        """The keys of the single items."""
+        return self._mm_hashes
+
+    def __reduce__(self) -> tuple[type[CombinedHash], tuple[tuple[int, ...]]]:
+        return type(self), (self._mm_hashes,)
+
+
+class MultimodalCache(abc.ABC):
+    """A cache of encoder outputs under integer keys.
+
+    A subclass that defines the abstract methods below is complete. The allocator that
+    ``set`` and ``free`` are handed is the server's KV-pool allocator, for caches that keep
+    their entries in that pool.
+    """
+
+    @staticmethod
+    def combine_hashes(
+        mm_hashes: Iterable[SupportsIndex | None] | None,
+    ) -> CombinedHash | None:
+        """Makes one key for a list of items.
+
+        The order counts, because the order of the images changes what the model attends to.
+
+        Args:
+            mm_hashes: The key of each item; None where an item has no key.
+
+        Returns:
+            The key, or None if there are no items or one of them has no key.
+
+        Raises:
+            TypeError: ``mm_hashes`` isn't an ordered iterable, or an item isn't an int (a
+                bool, float, str or tensor, say), or is itself a ``CombinedHash``.
+        """
+        items = item_keys(mm_hashes)
+        return None if items is None else CombinedHash(items)
+
+    @abc.abstractmethod
+    def get(self, mm_hashes: list[int], combined_hash: int | None = None) -> EmbeddingResult | None:
+        """Returns what is cached for this list of items, or None."""
+
+    @abc.abstractmethod
+    def set(self, mm_hash: int, embedding: Any, mm_embedding_allocator: Any) -> bool:
+        """Caches an embedding; returns whether it is now in the cache."""
+
+    @abc.abstractmethod
+    def has(self, mm_hash: int) -> bool:
+        """Returns whether the key is in the cache."""
+
+    @abc.abstractmethod
+    def free(self, mm_hash: int, mm_embedding_allocator: Any) -> bool:
+        """Drops one entry; returns whether it was there."""
+
+    @abc.abstractmethod
+    def clear(self) -> None:
+        """Drops every entry."""
+
+    @abc.abstractmethod
+    def available_size(self) -> int:
+        """Returns the number of entries, whatever the name suggests; so in the reference."""
+
+
+def split_key(mm_hash: SupportsIndex | None) -> tuple[int | None, tuple[int, ...] | None]:
+    """Returns a key as a plain int (or None), and the items it says that it stands for.
+
+    Raises:
+        TypeError: ``mm_hash`` is neither None nor an int.
+    """
+    if mm_hash is None or type(mm_hash) is int:
+        return mm_hash, None
+    items = mm_hash.mm_hashes if isinstance(mm_hash, CombinedHash) else None
+    return as_int("mm_hash", mm_hash), items
+
+
+def item_keys(mm_hashes: Iterable[SupportsIndex | None] | None) -> tuple[int, ...] | None:
+    """Returns the keys of a list of items as plain ints, or None if there is no key for it.
+
+    Raises:
+        TypeError: As ``combine_hashes``.
+    """
+    if mm_hashes is None:
+        return None
+    items = _ordered_items(mm_hashes)
+    keys = tuple([_single_key(item) for item in items if item is not None])
+    return keys if keys and len(keys) == len(items) else None
+
+
+def as_int(name: str, value: Any) -> int:
+    """Returns any integer as a plain int.
+
+    NumPy integers and other types with ``__index__`` are integers. Bools and tensors are
+    not, though they have the method too: they are never meant as a key or a size.
+
+    Raises:
+        TypeError: ``value`` isn't an integer; the message calls it ``name``.
+    """
+    if type(value) is int:
+        return value
+    if not isinstance(value, (bool, torch.Tensor)):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+
+
+def _single_key(item: Any) -> int:
+    if isinstance(item, CombinedHash):
+        raise TypeError(
+            "an item of mm_hashes must be the key of a single item, "
+            f"got the CombinedHash of {len(item.mm_hashes)} items"
+        )
+    return as_int("an item of mm_hashes", item)
+
+
+def _ordered_items(mm_hashes: Iterable[T]) -> tuple[T, ...]:
+    """Returns the items; refuses text and bytes, which are no lists, and sets, without order."""
+    if isinstance(mm_hashes, Iterable) and not isinstance(
+        mm_hashes, (str, bytes, bytearray, set, frozenset, dict)
+    ):
+        return tuple(mm_hashes)
+    raise TypeError(
+        "mm_hashes must be a list of ints or another ordered iterable, "
+        f"got {type(mm_hashes).__name__}"
+    )

@@ -1,0 +1,49 @@
+"""The counters of a cache, as one consistent snapshot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheStats:
+    """What a cache has done since it was made, and what it holds.
+
+    All the numbers are of one moment. ``has``, ``in``, ``free`` and ``clear`` move none of
+    the counters.
+
+    Attributes:
+        hits: Calls of ``get`` and ``get_single`` that returned an entry.
+        misses: Calls of ``get`` and ``get_single`` that returned None, those without a key
+            and those that met a collision included.
+        insertions: Calls of ``set`` that stored their value. One that found its key present
+            is not among them.
+        evictions: Entries that ``set`` or ``resize`` removed to make room. Those removed by
+            ``free``, ``clear`` or a collision are not among them.
+        evicted_bytes: The bytes that those entries were charged.
+        rejections: Calls of ``set`` that returned False for want of room: the value was
+            larger than ``max_size``, or memory ran out while it was copied. A missing key
+            or an old ``generation`` doesn't count.
+        collisions: Calls of ``get``, ``get_single`` and ``set`` that met another list of
+            items under the same combined hash.
+        entries: Entries held.
+        current_size: Bytes held.
+        max_size: The budget, in bytes.
+    """
+
+    hits: int
+    misses: int
+    insertions: int
+    evictions: int
+    evicted_bytes: int
+    rejections: int
+    collisions: int
+    entries: int
+    current_size: int
+    max_size: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits per lookup, from 0.0 to 1.0; 0.0 before the first lookup."""
+        lookups = self.hits + self.misses
+        return self.hits / lookups if lookups else 0.0

@@ -1,0 +1,590 @@
+"""What is kept alive is what is charged, for every kind of view and memory."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import weakref
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import kept_bytes, keys, recount, result
+
+from multimodal_cache import EmbeddingResult, EmbeddingTypeError, MultiModalStaticCache
+
+ROOMY = 10**9
+
+
+def store(tensor: torch.Tensor, **options: Any) -> tuple[MultiModalStaticCache, torch.Tensor]:
+    """Caches one tensor; returns the cache and what it stored."""
+    cache = MultiModalStaticCache(ROOMY, **options)
+    value = EmbeddingResult(embedding=tensor)
+    assert cache.set(1, value)
+    assert value.embedding is tensor
+    cache.check()
+    assert recount(cache) == cache.current_size
+    stored = cache.get_single(1)
+    assert stored is not None
+    return cache, stored.embedding
+
+
+WHOLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "itself": lambda t: t,
+    "reshaped": lambda t: t.reshape(-1, 2),
+    "transposed": lambda t: t.T,
+    "conjugated": lambda t: t.to(torch.complex64).conj(),
+    "other dtype": lambda t: t.to(torch.bfloat16),
+    "viewed as another dtype": lambda t: t.view(torch.int16),
+    "0-d": lambda t: torch.tensor(1.0, device=t.device),
+    "empty": lambda t: torch.zeros(0, 64, device=t.device),
+    "inference": lambda t: in_inference_mode(lambda: t * 2),
+    "parameter without grad": lambda t: torch.nn.Parameter(t.clone(), requires_grad=False),
+}
+PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "first rows": lambda t: t[:3],
+    "last rows": lambda t: t[5:],
+    "columns": lambda t: t[:, 1:3],
+    "strided": lambda t: t[::2],
+    "contiguous slice": lambda t: t[2:4].contiguous(),
+    "slice moved to its own device": lambda t: t[2:4].to(t.device),
+    "part of a split": lambda t: torch.split(t, [3, 5])[1],
+    "no rows": lambda t: t[:0],
+    "expanded": lambda t: torch.zeros(1, 64, device=t.device).expand(4096, 64),
+    "overlapping windows": lambda t: t.flatten().unfold(0, 8, 1),
+    "diagonal": lambda t: t.diagonal(),
+    "reshaped slice": lambda t: t[:4].reshape(-1),
+    "real part": lambda t: t.to(torch.complex64).real,
+    "slice of inference": lambda t: in_inference_mode(lambda: (t * 2)[:3]),
+    "slice with a graph": lambda t: (t.clone().requires_grad_() * 2)[:3],
+    "window on a larger storage": lambda t: torch.zeros(99, device=t.device).set_(
+        torch.zeros(99, device=t.device).untyped_storage(), 5, (10,), (1,)
+    ),
+}
+
+
+def in_inference_mode(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with torch.inference_mode():
+        return make()
+
+
+@pytest.fixture
+def batch(device: str) -> torch.Tensor:
+    return torch.arange(32.0, device=device).reshape(8, 4)
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_tensor_that_covers_its_storage_is_stored_as_it_is(
+    kind: str, batch: torch.Tensor
+) -> None:
+    tensor = WHOLE[kind](batch)
+    cache, stored = store(tensor)
+    assert stored is tensor
+    assert cache.current_size == tensor.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_part_is_copied_into_memory_of_its_own(kind: str, batch: torch.Tensor) -> None:
+    tensor = PARTS[kind](batch)
+    cache, stored = store(tensor)
+    assert stored.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() or (
+        tensor.numel() == 0
+    )
+    assert cache.current_size == tensor.numel() * tensor.element_size()
+    assert torch.equal(stored, tensor)
+    assert (stored.dtype, stored.device, stored.shape) == (
+        tensor.dtype, tensor.device, tensor.shape,
+    )  # fmt: skip
+    assert stored.is_contiguous()
+
+
+@pytest.mark.parametrize("kind", [*WHOLE, *PARTS])
+def test_copy_copies_every_kind(kind: str, batch: torch.Tensor) -> None:
+    tensor = {**WHOLE, **PARTS}[kind](batch)
+    _, stored = store(tensor, copy=True)
+    before = stored.clone()
+    with torch.inference_mode():
+        tensor.detach().untyped_storage().fill_(7)
+    assert torch.equal(stored, before)
+
+
+FOREIGN: dict[str, Callable[[Path], tuple[Any, torch.Tensor]]] = {
+    "numpy": lambda _: (array := np.ones(4, np.float32), torch.from_numpy(array)),
+    "slice of numpy": lambda _: (array := np.ones(400, np.float32), torch.from_numpy(array)[:4]),
+    "numpy slice": lambda _: (array := np.ones(400, np.float32), torch.from_numpy(array[4:8])),
+    "numpy by DLPack": lambda _: (array := np.ones(4, np.float32), torch.from_dlpack(array)),
+    "buffer": lambda _: (
+        array := np.ones(400, np.float32),
+        torch.frombuffer(memoryview(array), dtype=torch.float32, count=4),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_memory_from_elsewhere_is_copied_and_let_go(kind: str, tmp_path: Path) -> None:
+    owner, tensor = FOREIGN[kind](tmp_path)
+    owner = weakref.ref(owner)
+    cache, stored = store(tensor)
+    del tensor
+    gc.collect()
+    assert owner() is None
+    assert cache.current_size == 16
+    assert stored.tolist() == [1.0] * 4
+
+
+def test_a_mapped_file_is_copied_and_let_go(tmp_path: Path) -> None:
+    path = tmp_path / "embedding.bin"
+    path.write_bytes(np.ones(400, np.float32).tobytes())
+    mapped = torch.from_file(str(path), shared=False, size=400)
+    _, stored = store(mapped)
+    assert stored.data_ptr() != mapped.data_ptr()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapping:
+        import warnings
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the buffer is read-only, and so is what we do
+            tensor = torch.frombuffer(mapping, dtype=torch.float32, count=4)
+        _, stored = store(tensor)
+        del tensor
+    assert stored.tolist() == [1.0] * 4
+
+
+def test_shared_memory_is_copied() -> None:
+    shared = torch.ones(4).share_memory_()
+    _, stored = store(shared)
+    assert stored.data_ptr() != shared.data_ptr()
+    assert not stored.is_shared()
+
+
+def test_sub_byte_dtypes_are_copied_too() -> None:
+    cache, stored = store(torch.arange(8, dtype=torch.uint8).view(torch.uint4)[2:5])
+    assert cache.current_size == 3
+    assert stored.view(torch.uint8).tolist() == [2, 3, 4]
+
+
+def test_room_is_made_before_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the cache never holds more than its budget, not even while it copies."""
+    cache = MultiModalStaticCache(120)
+    old = [result(10) for _ in range(3)]
+    dropped = [weakref.ref(value.embedding) for value in old]
+    for key, value in enumerate(old):
+        cache.set(key, value)
+    del old, value
+    seen = []
+
+    def clone(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.append((cache.current_size, [ref() is None for ref in dropped]))
+        return torch.ones_like(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "clone", clone)
+    assert cache.set(9, EmbeddingResult(embedding=torch.zeros(99)[:20]))
+    assert seen == [(40, [True, True, False])]
+
+
+# Graphs, gradients and attributes
+
+
+def graph_of(keep: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Any]:
+    """Yields a tensor made from weights, then a weak reference to the weights."""
+    weights = torch.ones(64, 64, requires_grad=True)
+    yield keep(weights)
+    reference = weakref.ref(weights)
+    del weights
+    yield reference
+
+
+GRAPHS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "output": lambda weights: weights @ weights,
+    "view of an output": lambda weights: (weights @ weights).reshape(-1, 2),
+    "slice of an output": lambda weights: (weights @ weights)[:3],
+    "view made under no_grad": lambda weights: view_without_grad(weights @ weights),
+    "view made under no_grad of the weights": lambda weights: view_without_grad(weights),
+}
+
+
+def view_without_grad(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.view(-1)
+
+
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_what_is_stored_keeps_no_graph(kind: str) -> None:
+    steps = graph_of(GRAPHS[kind])
+    tensor = next(steps)
+    cache, stored = store(tensor)
+    assert not stored.requires_grad
+    assert stored.grad_fn is None
+    del tensor
+    weights = next(steps)
+    gc.collect()
+    assert weights() is None
+    assert cache.current_size == recount(cache)
+
+
+def test_a_leaf_that_requires_grad_is_detached_and_shares_its_memory() -> None:
+    leaf = torch.ones(4, requires_grad=True)
+    _, stored = store(leaf)
+    assert not stored.requires_grad
+    assert stored.data_ptr() == leaf.data_ptr()
+
+
+@pytest.mark.parametrize("view", [lambda t: t, lambda t: t.view(2, 2)])
+def test_a_gradient_is_not_kept(view: Any) -> None:
+    leaf = torch.ones(4, requires_grad=True)
+    leaf.sum().backward()
+    leaf.requires_grad_(requires_grad=False)
+    gradient = weakref.ref(leaf.grad)
+    _, stored = store(view(leaf))
+    assert stored.grad is None
+    del leaf
+    gc.collect()
+    assert gradient() is None
+
+
+def test_python_attributes_of_a_tensor_are_not_kept() -> None:
+    tensor = torch.ones(4)
+    tensor.source = torch.ones(1000)  # type: ignore[attr-defined]
+    source = weakref.ref(tensor.source)  # type: ignore[attr-defined]
+    store(tensor)
+    cache, _ = store(tensor)
+    del tensor
+    gc.collect()
+    assert source() is None
+    assert cache.current_size == 16
+
+
+# Results with more tensors
+
+
+@dataclass(kw_only=True)
+class Deepstack(EmbeddingResult):
+    layers: list[torch.Tensor]
+    extra: dict[str, Any] = field(default_factory=dict)
+    pair: Any = ()
+    label: str = "a cat"
+
+
+@dataclass(frozen=True)
+class Frozen:
+    embedding: torch.Tensor
+    size: tuple[int, int] = (3, 4)
+
+
+@dataclass(slots=True)
+class Slotted:
+    embedding: torch.Tensor
+    other: torch.Tensor | None = None
+    unset: torch.Tensor = field(init=False)
+
+
+class Private:
+    __slots__ = ("__hidden", "embedding")
+
+    def __init__(self, embedding: torch.Tensor, hidden: torch.Tensor) -> None:
+        self.embedding = embedding
+        self.__hidden = hidden
+
+    def hidden(self) -> torch.Tensor:
+        return self.__hidden
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+class Twice(tuple[Any, ...]):
+    """A tuple whose constructor takes one iterable, like tuple's."""
+
+
+def test_all_tensors_of_a_subclass_are_charged() -> None:
+    value = Deepstack(
+        embedding=torch.zeros(10),
+        layers=[torch.zeros(5), torch.zeros(6)],
+        extra={"a": torch.zeros(1), "b": {"c": [(torch.zeros(2),)]}, "n": 5},
+        pair=Pair(torch.zeros(3), "x"),
+    )
+    cache = MultiModalStaticCache(108)
+    assert cache.set(1, value)
+    assert cache.get_single(1) is value
+    assert cache.current_size == 4 * (10 + 5 + 6 + 1 + 2 + 3) == recount(cache)
+    cache.resize(107)
+    assert len(cache) == 0
+
+
+def test_parts_are_owned_wherever_they_are_and_the_rest_stays() -> None:
+    batch = torch.arange(100.0)
+    kept = torch.zeros(7)
+    value = Deepstack(
+        embedding=batch[:2],
+        layers=[batch[2:4], kept],
+        extra=OrderedDict(a=batch[4:6], b=defaultdict(list, c=[(batch[6:8],)]), n=5),
+        pair=Pair(batch[8:10], Twice([Frozen(batch[10:12])])),
+    )
+    before = vars(value).copy()
+    cache = MultiModalStaticCache(ROOMY)
+    assert cache.set(1, value)
+    stored: Any = cache.get_single(1)
+    assert type(stored) is Deepstack
+    assert stored is not value
+    assert cache.current_size == recount(cache) == 4 * (6 * 2 + 7)
+    assert vars(value) == before
+    assert value.layers[1] is stored.layers[1] is kept
+    assert stored.label is value.label
+    assert stored.extra["n"] == 5
+    assert type(stored.extra) is OrderedDict
+    assert list(stored.extra) == ["a", "b", "n"]
+    assert stored.extra["b"].default_factory is list
+    assert type(stored.pair) is Pair
+    assert type(stored.pair.second) is Twice
+    assert stored.pair.second[0].size is value.pair.second[0].size
+    for ours, theirs in [
+        (stored.embedding, value.embedding),
+        (stored.layers[0], value.layers[0]),
+        (stored.extra["a"], value.extra["a"]),
+        (stored.extra["b"]["c"][0][0], value.extra["b"]["c"][0][0]),
+        (stored.pair.first, value.pair.first),
+        (stored.pair.second[0].embedding, value.pair.second[0].embedding),
+    ]:
+        assert torch.equal(ours, theirs)
+        assert ours.data_ptr() != theirs.data_ptr()
+
+
+def test_containers_without_parts_stay_the_same_objects() -> None:
+    batch = torch.arange(100.0)
+    value = Deepstack(embedding=batch[:2], layers=[torch.zeros(7)], extra={"n": [1, 2]})
+    cache = MultiModalStaticCache(ROOMY)
+    cache.set(1, value)
+    stored: Any = cache.get_single(1)
+    assert stored.layers is value.layers
+    assert stored.extra is value.extra
+
+
+def test_a_storage_that_several_tensors_share_is_charged_once() -> None:
+    tensor = torch.zeros(10)
+    value = Deepstack(embedding=tensor, layers=[tensor, tensor.view(2, 5), torch.zeros(1)])
+    cache = MultiModalStaticCache(ROOMY)
+    cache.set(1, value)
+    assert cache.get_single(1) is value
+    assert cache.current_size == 44 == recount(cache)
+
+
+def test_a_tensor_that_stands_twice_is_copied_once() -> None:
+    part = torch.arange(100.0)[:10]
+    cache = MultiModalStaticCache(ROOMY)
+    cache.set(1, Deepstack(embedding=part, layers=[part]))
+    stored: Any = cache.get_single(1)
+    assert stored.embedding is stored.layers[0]
+    assert cache.current_size == 40 == recount(cache)
+
+
+def test_a_whole_and_a_part_of_it_are_charged_as_the_two_that_they_become() -> None:
+    whole = torch.zeros(10)
+    cache = MultiModalStaticCache(ROOMY)
+    cache.set(1, Deepstack(embedding=whole, layers=[whole[:3]]))
+    assert cache.current_size == 52 == recount(cache)
+
+
+def test_one_of_several_tensors_is_detached_and_charged() -> None:
+    value = Deepstack(embedding=torch.zeros(10), layers=[torch.zeros(5, requires_grad=True) * 2])
+    cache = MultiModalStaticCache(ROOMY)
+    cache.set(1, value)
+    stored: Any = cache.get_single(1)
+    assert not stored.layers[0].requires_grad
+    assert stored.embedding is value.embedding
+    assert cache.current_size == 60 == recount(cache)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Frozen(torch.arange(100.0)[:10]),
+        Slotted(torch.arange(100.0)[:10], torch.arange(100.0)[10:20]),
+        Private(torch.arange(100.0)[:10], torch.arange(100.0)[10:20]),
+        SimpleNamespace(embedding=torch.arange(100.0)[:10], other=torch.arange(100.0)[10:20]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_any_object_with_a_tensor_in_its_attribute_embedding_is_a_result(value: Any) -> None:
+    cache = MultiModalStaticCache(ROOMY)
+    assert cache.set(1, value)
+    stored: Any = cache.get_single(1)
+    assert type(stored) is type(value)
+    assert torch.equal(stored.embedding, value.embedding)
+    assert kept_bytes(stored.embedding) == 40
+    other = getattr(stored, "other", None) if type(value) is not Private else stored.hidden()
+    assert cache.current_size == (40 if other is None else 80)
+    assert other is None or kept_bytes(other) == 40
+
+
+# What can't be counted is refused, and nothing changes
+
+
+class Wrapper(torch.Tensor):
+    """A subclass that wraps another tensor."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.zeros(10)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def shrunk() -> torch.Tensor:
+    tensor = torch.zeros(10)[2:]
+    tensor.untyped_storage().resize_(36)
+    return tensor
+
+
+UNCOUNTABLE: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse COO": lambda: torch.sparse_coo_tensor([[5]], [1.0], (10**6,)),
+    "sparse CSR": lambda: torch.eye(3).to_sparse_csr(),
+    "opaque": lambda: torch.zeros(4, 4).to_mkldnn(),
+    "quantised": lambda: torch.quantize_per_tensor(torch.zeros(4), 1.0, 0, torch.qint8),
+    "quantised below a byte": lambda: torch.quantize_per_tensor(
+        torch.zeros(4), 1.0, 0, torch.quint4x2
+    ),
+    "nested": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+    "jagged": lambda: torch.nested.nested_tensor(
+        [torch.zeros(2), torch.zeros(3)], layout=torch.jagged
+    ),
+    "meta": lambda: torch.zeros(4, device="meta"),
+    "wrapper": lambda: Wrapper(torch.zeros(4)),
+    "freed": freed,
+    "shrunk": shrunk,
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns about the prototypes among these
+@pytest.mark.parametrize("kind", UNCOUNTABLE)
+@pytest.mark.parametrize("key", [1, 3, None])
+def test_a_tensor_that_can_not_be_counted_is_refused(kind: str, key: int | None) -> None:
+    cache = MultiModalStaticCache(80)
+    cache.set(1, result(10))
+    cache.set(2, result(10))
+    tensor = UNCOUNTABLE[kind]()
+    before = cache.stats()
+    for value in (
+        EmbeddingResult(embedding=tensor),
+        Deepstack(embedding=torch.zeros(1), layers=[tensor]),
+    ):
+        with pytest.raises(EmbeddingTypeError, match="the tensors of an embedding must") as caught:
+            cache.set(key, value)
+        assert isinstance(caught.value, AssertionError)
+    assert keys(cache) == [1, 2]
+    assert cache.stats() == before
+
+
+def test_the_refusal_says_what_came() -> None:
+    cache = MultiModalStaticCache(80)
+    with pytest.raises(EmbeddingTypeError) as caught:
+        cache.set(1, EmbeddingResult(embedding=torch.eye(3).to_sparse()))
+    assert str(caught.value).endswith(
+        "got a Tensor with layout=torch.sparse_coo, dtype=torch.float32, is_nested=False, "
+        "device=cpu"
+    )
+    with pytest.raises(EmbeddingTypeError, match=r"one that needs 40 bytes of a storage of 36$"):
+        cache.set(1, EmbeddingResult(embedding=shrunk()))
+
+
+def test_a_stand_in_for_a_tensor_inside_vmap_is_refused() -> None:
+    cache = MultiModalStaticCache(80)
+
+    def encode(row: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(EmbeddingTypeError):
+            cache.set(1, EmbeddingResult(embedding=row))
+        return row
+
+    torch.vmap(encode)(torch.zeros(3, 4))
+    assert len(cache) == 0
+
+
+class Computed:
+    """An object whose embedding is not its own attribute."""
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        return torch.zeros(3)
+
+
+class DictWithEmbedding(dict[str, torch.Tensor]):
+    def __init__(self, embedding: torch.Tensor) -> None:
+        super().__init__(embedding=embedding)
+        self.embedding = embedding
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (None, "NoneType"),
+        (torch.zeros(3), "Tensor"),
+        (np.zeros(3), "ndarray"),
+        ({"embedding": torch.zeros(3)}, "dict"),
+        ([torch.zeros(3)], "list"),
+        (EmbeddingResult, "type"),
+        (SimpleNamespace(embedding=None), "SimpleNamespace with an embedding of type NoneType"),
+        (EmbeddingResult(embedding=np.zeros(3)), "EmbeddingResult with an embedding of type ndarray"),  # type: ignore[arg-type]  # noqa: E501
+        (Computed(), "Computed with an embedding of type Tensor"),
+        (Pair(1, 2), "Pair"),
+        (DictWithEmbedding(torch.zeros(3)), "DictWithEmbedding with an embedding of type Tensor"),
+    ],
+)  # fmt: skip
+def test_what_is_no_result_is_named(value: Any, name: str) -> None:
+    cache = MultiModalStaticCache(80)
+    with pytest.raises(EmbeddingTypeError, match=f"attribute 'embedding', got {name}$"):
+        cache.set(1, value)
+
+
+def test_fields_that_contain_themselves_are_refused() -> None:
+    cache = MultiModalStaticCache(80)
+    value = Deepstack(embedding=torch.zeros(1), layers=[])
+    value.layers.append(value.layers)  # type: ignore[arg-type]
+    with pytest.raises(EmbeddingTypeError, match="must not contain themselves, got Deepstack$"):
+        cache.set(1, value)
+    assert len(cache) == 0
+
+
+@given(
+    shape=st.lists(st.integers(0, 6), min_size=1, max_size=3),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.int8, torch.complex128, torch.bool]),
+    data=st.data(),
+    copy=st.booleans(),
+)
+def test_any_view_is_charged_what_it_keeps(
+    shape: list[int], dtype: torch.dtype, data: st.DataObject, copy: bool
+) -> None:
+    tensor = torch.zeros(shape, dtype=dtype)
+    for _ in range(data.draw(st.integers(0, 3))):
+        dim = data.draw(st.integers(0, tensor.ndim - 1))
+        size = tensor.shape[dim]
+        start, step = data.draw(st.integers(0, size)), data.draw(st.integers(1, 3))
+        change = data.draw(st.sampled_from(["slice", "transpose", "expand", "unsqueeze"]))
+        if change == "slice":
+            tensor = tensor.narrow(dim, start, data.draw(st.integers(0, size - start)))
+            tensor = tensor[::step]
+        elif change == "transpose":
+            tensor = tensor.transpose(0, dim)
+        elif change == "expand":
+            tensor = tensor.unsqueeze(0).expand(step, *tensor.shape)
+        else:
+            tensor = tensor.unsqueeze(dim)
+    logical = tensor.numel() * tensor.element_size()
+    cache, stored = store(tensor, copy=copy)
+    assert cache.current_size == kept_bytes(stored) == logical
+    assert torch.equal(stored, tensor)

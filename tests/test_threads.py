@@ -1,0 +1,168 @@
+"""Every method is atomic."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from support import WRAP, recount
+
+from multimodal_cache import EmbeddingResult, MultiModalStaticCache
+
+combine = MultiModalStaticCache.combine_hashes
+THREADS = 8
+TIME_LIMIT = 60.0  # only a hang takes that long
+
+
+@pytest.fixture(autouse=True)
+def _switch_often() -> Iterator[None]:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def run_together(work: Callable[[int], None], threads: int = THREADS) -> None:
+    """Runs ``work(n)`` on several threads at once; raises what the first of them raised."""
+    barrier = threading.Barrier(threads, timeout=TIME_LIMIT)
+    errors: list[BaseException] = []
+
+    def target(n: int) -> None:
+        try:
+            barrier.wait()
+            work(n)
+        except BaseException as error:  # noqa: BLE001 - it is raised below
+            errors.append(error)
+
+    pool = [threading.Thread(target=target, args=(n,), daemon=True) for n in range(threads)]
+    for thread in pool:
+        thread.start()
+    for thread in pool:
+        thread.join(TIME_LIMIT)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+def test_case_26_eight_threads_on_a_tiny_cache(device: str) -> None:  # cachetools #80, boltons #52
+    """Each entry holds its own key, so that a wrong answer is seen."""
+    lost: list[int] = []
+    cache = MultiModalStaticCache(400, on_evict=lambda mm_hash, _: lost.append(mm_hash))
+    lists = [[-1], [-2], [5], [5 + WRAP], [1, 2], [2, 1]]
+    batch = torch.arange(16.0, device=device).repeat_interleave(16).reshape(16, 16)
+
+    def work(n: int) -> None:
+        rng = random.Random(n)
+        for _ in range(1500):
+            key, size = rng.randrange(16), rng.randrange(1, 16)
+            listed = rng.choice(lists)
+            action = rng.randrange(10)
+            if action < 3:
+                cache.set(key, EmbeddingResult(embedding=batch[key, :size]))
+            elif action < 5:
+                own = torch.full((size,), float(lists.index(listed)), device=device)
+                cache.set(combine(listed), EmbeddingResult(embedding=own))
+            elif action < 7:
+                found = cache.get_single(key)
+                assert found is None or found.embedding[0] == key
+            elif action < 8:
+                found = cache.get(listed)
+                assert found is None or found.embedding[0] == lists.index(listed)
+            elif action < 9:
+                cache.free(key)
+            else:
+                cache.resize(rng.choice([200, 400]))
+                assert cache.has(key) in (True, False)
+                cache.check()
+            if rng.random() < 0.005:
+                cache.clear()
+
+    run_together(work)
+    cache.check()
+    assert cache.current_size == recount(cache) <= 400
+    assert len(lost) == cache.stats().evictions > 0
+
+
+def test_no_update_of_a_counter_is_lost() -> None:
+    cache = MultiModalStaticCache(10_000)
+    cache.set(1, EmbeddingResult(embedding=torch.zeros(1)))
+    rounds = 2000
+
+    def work(n: int) -> None:
+        for k in range(rounds):
+            cache.get_single(1)
+            cache.get([9])
+            cache.set(1000 + n * rounds + k, EmbeddingResult(embedding=torch.zeros(1)))
+
+    run_together(work)
+    stats = cache.stats()
+    assert (stats.hits, stats.misses) == (THREADS * rounds, THREADS * rounds)
+    assert stats.insertions == THREADS * rounds + 1
+    assert stats.insertions - stats.evictions == stats.entries == len(cache)
+
+
+def test_one_of_several_threads_that_free_an_entry_is_told_so() -> None:
+    cache = MultiModalStaticCache(10_000)
+    for key in range(500):
+        cache.set(key, EmbeddingResult(embedding=torch.zeros(1)))
+    freed = [0] * THREADS
+
+    def work(n: int) -> None:
+        for key in range(500):
+            freed[n] += cache.free(key)
+
+    run_together(work)
+    assert sum(freed) == 500
+    assert cache.current_size == 0
+
+
+def test_a_snapshot_is_of_one_moment() -> None:
+    cache = MultiModalStaticCache(4096)
+    batch = torch.zeros(64, 256)
+
+    def work(n: int) -> None:
+        for k in range(300):
+            if n % 2:
+                cache.set(n * 1000 + k, EmbeddingResult(embedding=batch[k % 64]))
+                continue
+            stats = cache.stats()
+            assert stats.entries * 1024 == stats.current_size <= 4096
+            assert stats.insertions - stats.evictions == stats.entries
+            cache.check()
+
+    run_together(work)
+    assert recount(cache) == cache.current_size == 4096
+
+
+def test_a_callback_may_take_a_lock_that_callers_hold() -> None:
+    """It would deadlock if on_evict ran under the cache's lock."""
+    outer = threading.Lock()
+
+    def on_evict(mm_hash: int, value: EmbeddingResult) -> None:
+        if not holding.seen:
+            with outer:
+                pass
+
+    class Holding(threading.local):
+        seen = False
+
+    holding = Holding()
+    cache = MultiModalStaticCache(40, on_evict=on_evict)
+
+    def work(n: int) -> None:
+        for k in range(300):
+            value = EmbeddingResult(embedding=torch.zeros(10))
+            if n % 2:
+                cache.set(n * 1000 + k, value)
+                continue
+            with outer:
+                holding.seen = True
+                cache.set(n * 1000 + k, value)
+                holding.seen = False
+
+    run_together(work)
+    cache.check()
