@@ -7,7 +7,7 @@ Run it from the root of the repository, on an otherwise idle machine::
     python benchmarks/lookup.py
 
 Both peers are optional: the rows of one that isn't installed are left out, and a line says so.
-The defaults take most of a minute. The report is Markdown, on standard output, and with
+The defaults take about half a minute. The report is Markdown, on standard output, and with
 ``--output`` also in a file.
 
 How to read it: a cell such as ``237 (231-245)`` is nanoseconds per call, the median of the
@@ -15,11 +15,13 @@ rounds and their quartiles. In a round each cache makes ``--calls`` calls in a r
 of caches that is drawn anew, so that a machine that slows down slows all of them. Where the
 quartiles are far apart the machine was busy: run it again. "Times the reference" is the median
 over the rounds of the time divided by the reference's in the same round, so it suffers less
-from drift than the times do. All times include the loop that makes the calls, of roughly 10 ns
-a call, and for ``set`` the drop of the evicted entry.
+from drift than the times do. All times include the loop that makes the calls, of a few ns a
+call, and for ``set`` the drop of the evicted entry.
 
-The keys are 64-bit ints, visited in shuffled order over the whole cache. Those looked up equal
-the stored ones but are other objects, as in a server. The garbage collector runs before each
+The keys are 64-bit ints, visited in shuffled order, over the whole cache up to 1,000 entries
+and over 1,000 of them in a larger one: how long it takes to fetch memory that the CPU has not
+seen for a while is a property of the access pattern and the machine. Those looked up equal the
+stored ones but are other objects, as in a server. The garbage collector runs before each
 timed region and is off inside it.
 """
 
@@ -51,6 +53,7 @@ from multimodal_cache import EmbeddingResult, MultiModalStaticCache
 
 FLOATS = 10
 RESULT_BYTES = FLOATS * torch.float32.itemsize
+VISITED = 1_000
 SIZES = (10, 100, 1_000, 10_000, 100_000)
 OURS = "multimodal-cache"
 REFERENCE = "SGLang's, no lock"
@@ -78,7 +81,7 @@ class LockedLRUCache:
     def __init__(self, max_size: int) -> None:
         from cachetools import LRUCache
 
-        self._cache = LRUCache(max_size, getsizeof=lambda result: result.embedding.nbytes)
+        self._cache: Any = LRUCache(max_size, getsizeof=lambda result: result.embedding.nbytes)
         self._lock = threading.RLock()
 
     @staticmethod
@@ -111,6 +114,7 @@ class Implementation:
     """A cache class, made from a budget in bytes, and the class of the results it takes."""
 
     name: str
+    package: str
     cache_class: Callable[[int], Cache]
     result_class: Callable[..., Any]
 
@@ -143,7 +147,7 @@ class Subject:
             assert stored_key is not None
             self.cache.set(stored_key, implementation.new_result())
         self._rng.shuffle(keys)
-        self._visits = itertools.cycle(keys)
+        self._visits = itertools.cycle(keys[:VISITED])
 
     def next_keys(self, calls: int) -> list[int]:
         """Returns keys that are present, as new objects; goes on where the last call stopped."""
@@ -202,6 +206,11 @@ def time_miss(subject: Subject, calls: int) -> float:
     return seconds
 
 
+def time_combine(subject: Subject, calls: int) -> float:
+    """Times ``combine_hashes``, which a server calls once for each ``set`` by list."""
+    return time_lookups(subject.cache.combine_hashes, [[key] for key in subject.new_keys(calls)])
+
+
 def time_set(subject: Subject, calls: int) -> float:
     """Times calls of ``set`` that evict, and thereby free, one entry each."""
     keys = subject.new_keys(calls)
@@ -226,24 +235,27 @@ class Operation:
     by_list: bool = False
 
 
-OPERATIONS = (
+SIZED_OPERATIONS = (
     Operation("`get([key])`, hit", time_get, by_list=True),
     Operation("`get_single(key)`, hit", time_get_single),
     Operation("`get_single(key)`, miss", time_miss),
     Operation("`set(key, result)`, evicts one", time_set),
 )
+OPERATIONS = (*SIZED_OPERATIONS, Operation("`combine_hashes([key])`", time_combine))
 
 
 def installed() -> list[Implementation]:
     """Returns ours and those peers that are installed."""
-    found = [Implementation(OURS, MultiModalStaticCache, EmbeddingResult)]
+    found = [Implementation(OURS, "multimodal-cache", MultiModalStaticCache, EmbeddingResult)]
     reference = load_reference()
     if reference is not None:
         found.append(
-            Implementation(REFERENCE, reference.MultiModalStaticCache, reference.EmbeddingResult)
+            Implementation(
+                REFERENCE, "sglang", reference.MultiModalStaticCache, reference.EmbeddingResult
+            )
         )
     if importlib.util.find_spec("cachetools"):
-        found.append(Implementation(CACHETOOLS, LockedLRUCache, EmbeddingResult))
+        found.append(Implementation(CACHETOOLS, "cachetools", LockedLRUCache, EmbeddingResult))
     return found
 
 
@@ -303,15 +315,12 @@ def compare_sizes(found: Sequence[Implementation], options: argparse.Namespace) 
     """Returns the table of ours, and the reference if it is there, at each of ``SIZES``."""
     shown = [each for each in found if each.name in (OURS, REFERENCE)]
     rows = []
-    for operation in OPERATIONS:
-        by_size = [
-            [spread(subject.samples) for subject in subjects]
-            for subjects in (
-                measure(operation, shown, size, options.size_rounds, options) for size in SIZES
-            )
-        ]
-        for each, cells in zip(shown, zip(*by_size, strict=True), strict=True):
-            rows.append((operation.name, each.name, *cells))
+    for operation in SIZED_OPERATIONS:
+        cells: dict[str, list[str]] = {each.name: [] for each in shown}
+        for size in SIZES:
+            for subject in measure(operation, shown, size, options.size_rounds, options):
+                cells[subject.implementation.name].append(spread(subject.samples))
+        rows += [(operation.name, name, *spreads) for name, spreads in cells.items()]
     return table(("Operation", "Cache", *[f"{size:,}" for size in SIZES]), rows)
 
 
@@ -327,9 +336,7 @@ def cpu_model() -> str:
 
 def conditions(found: Sequence[Implementation], options: argparse.Namespace) -> str:
     """Describes the command, the machine and the versions, in one line."""
-    packages = {OURS: "multimodal-cache", REFERENCE: "sglang", CACHETOOLS: "cachetools"}
-    names = [packages[each.name] for each in found]
-    versions = [f"{name} {metadata.version(name)}" for name in names]
+    versions = [f"{each.package} {metadata.version(each.package)}" for each in found]
     parts = (
         f"`python {shlex.join(sys.argv)}`",
         f"seed {options.seed}",
@@ -346,16 +353,16 @@ def conditions(found: Sequence[Implementation], options: argparse.Namespace) -> 
 def report(options: argparse.Namespace) -> str:
     """Runs everything and returns the Markdown."""
     found = installed()
-    missing = INSTALL.keys() - {each.name for each in found}
+    missing = [name for name in INSTALL if name not in {each.name for each in found}]
     calls = f"rounds of {options.calls:,} calls, median (quartiles)"
     paragraphs = [
         conditions(found, options),
-        *(f"Left out, not installed: {name} (`{INSTALL[name]}`)." for name in sorted(missing)),
+        *(f"Left out, not installed: {name} (`{INSTALL[name]}`)." for name in missing),
         f"Caches of {options.entries:,} entries; {options.rounds} {calls}:",
         compare(found, options),
-        f"Nanoseconds per call by number of entries; {options.size_rounds} {calls}. The work per "
-        "call is the same at every size. What grows is the time to fetch memory that the CPU's "
-        "caches no longer hold, as with any hash table:",
+        f"Nanoseconds per call by number of entries; {options.size_rounds} {calls}. A lookup "
+        f"visits {VISITED:,} entries at most. A `set` evicts the entry that was longest unused, "
+        "which the CPU's caches have lost in a large cache, and the reference's too:",
         compare_sizes(found, options),
     ]
     return "\n\n".join(paragraphs) + "\n"
@@ -397,8 +404,11 @@ def parse_options() -> argparse.Namespace:
     add_number("--size-rounds", 11, 2, "rounds behind each cell of the second table")
     add_number("--calls", 20_000, 1, "calls of each cache in one round")
     add_number("--seed", 0, 0, "of the keys and of every order")
-    parser.add_argument("--output", type=Path, help="also write the report to this file")
-    return parser.parse_args()
+    parser.add_argument("--output", type=Path, metavar="PATH", help="also write the report here")
+    options = parser.parse_args()
+    if options.output and (options.output.is_dir() or not options.output.parent.is_dir()):
+        parser.error(f"argument --output: {options.output} can't be a file")
+    return options
 
 
 def main() -> None:

@@ -55,8 +55,11 @@ class CombinedHash(int):
     _mm_hashes: tuple[int, ...]
 
     def __new__(cls, mm_hashes: Iterable[SupportsIndex]) -> CombinedHash:  # noqa: D102
-        items = tuple(_single_key(item) for item in _ordered_items(mm_hashes))
-        self = super().__new__(cls, hash(items))
+        return cls._of(tuple([_single_key(item) for item in _ordered_items(mm_hashes)]))
+
+    @classmethod
+    def _of(cls, items: tuple[int, ...]) -> CombinedHash:
+        self = int.__new__(cls, hash(items))
         self._mm_hashes = items
         return self
 
@@ -96,7 +99,7 @@ class MultimodalCache(abc.ABC):
                 bool, float, str or tensor, say), or is itself a ``CombinedHash``.
         """
         items = item_keys(mm_hashes)
-        return None if items is None else CombinedHash(items)
+        return None if items is None else CombinedHash._of(items)
 
     @abc.abstractmethod
     def get(self, mm_hashes: list[int], combined_hash: int | None = None) -> EmbeddingResult | None:
@@ -144,8 +147,13 @@ def item_keys(mm_hashes: Iterable[SupportsIndex | None] | None) -> tuple[int, ..
     if mm_hashes is None:
         return None
     items = _ordered_items(mm_hashes)
+    for item in items:
+        if type(item) is not int:
+            break
+    else:
+        return items or None  # type: ignore[return-value]  # all of them are plain ints
     keys = tuple([_single_key(item) for item in items if item is not None])
-    return keys if keys and len(keys) == len(items) else None
+    return keys if len(keys) == len(items) else None
 
 
 def as_int(name: str, value: Any) -> int:
@@ -178,8 +186,9 @@ def _single_key(item: Any) -> int:
 
 def _ordered_items(mm_hashes: Iterable[T]) -> tuple[T, ...]:
     """Returns the items; refuses text and bytes, which are no lists, and sets, without order."""
-    if isinstance(mm_hashes, Iterable) and not isinstance(
-        mm_hashes, (str, bytes, bytearray, set, frozenset, dict)
+    if isinstance(mm_hashes, (list, tuple)) or (
+        isinstance(mm_hashes, Iterable)
+        and not isinstance(mm_hashes, (str, bytes, bytearray, set, frozenset, dict))
     ):
         return tuple(mm_hashes)
     raise TypeError(

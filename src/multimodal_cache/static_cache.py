@@ -28,6 +28,9 @@ from multimodal_cache.stats import CacheStats
 
 logger = logging.getLogger(__name__)
 
+_Items = tuple[int, ...] | None  # what a key says that it stands for; a plain int says nothing
+_Entry = tuple[EmbeddingResult, int, _Items]  # the result, the bytes it is charged, its items
+
 
 class MultiModalStaticCache(MultimodalCache):
     """Keeps encoder outputs under integer keys, least recently used first out, within a budget.
@@ -92,8 +95,7 @@ class MultiModalStaticCache(MultimodalCache):
         if on_evict is not None and not callable(on_evict):
             raise TypeError(f"on_evict must be callable, got {type(on_evict).__name__}")
         self.mm_cache: OrderedDict[int, EmbeddingResult] = OrderedDict()
-        self._charged: dict[int, int] = {}  # what each entry is charged, in bytes
-        self._items: dict[int, tuple[int, ...]] = {}  # of the entries whose key named them
+        self._entries: dict[int, _Entry] = {}
         self._current_size = 0
         self._max_size = _as_size(max_size)
         self._copy = copy
@@ -159,16 +161,18 @@ class MultiModalStaticCache(MultimodalCache):
         lock = self._lock
         try:
             lock.acquire()  # inside, since a signal handler may raise as soon as it is taken
-            result = self.mm_cache.get(key)
-            if result is None:
+            entry = self._entries.get(key)
+            if entry is None:
                 self._misses += 1
-            elif self._items.get(key, items) != items:
+                return None
+            found, _, known = entry
+            if known != items and known is not None:
                 self._misses += 1
                 self._collisions += 1
-                result = None
-            else:
-                self._hits += 1
-                self.mm_cache.move_to_end(key)
+                return None
+            result = found
+            self._hits += 1
+            self.mm_cache.move_to_end(key)
         except KeyError:
             pass  # a finalizer has freed the entry since: the garbage collector runs anywhere
         finally:
@@ -189,7 +193,6 @@ class MultiModalStaticCache(MultimodalCache):
             if key is None or items is not None:
                 return self.get(items)
             mm_hash = key
-        result = None
         lock = self._lock
         try:
             lock.acquire()  # as in get
@@ -265,7 +268,7 @@ class MultiModalStaticCache(MultimodalCache):
         if key is None:
             return False
         with self._lock:
-            return key in self._charged and not self._collides(key, items)
+            return key in self._entries and not self._collides(key, items)
 
     def __contains__(self, mm_hash: SupportsIndex | None) -> bool:
         return self.has(mm_hash)
@@ -296,14 +299,12 @@ class MultiModalStaticCache(MultimodalCache):
         For a weight update: a ``set`` with the generation of an encode that began before it
         is refused from now on.
         """
-        charged: dict[int, int] = {}
-        items: dict[int, tuple[int, ...]] = {}
+        no_entries: dict[int, _Entry] = {}
         with self._lock:
             dropped = list(self.mm_cache.values())
             self._generation += 1
             self._current_size = 0
-            self._charged = charged
-            self._items = items
+            self._entries = no_entries
             self.mm_cache.clear()
         del dropped  # after the lock is released, since it can run finalizers
 
@@ -357,18 +358,18 @@ class MultiModalStaticCache(MultimodalCache):
             AssertionError: A promise of the class docstring is broken; the message says which.
         """
         with self._lock:
+            entries = self._entries
+            charged = [nbytes for _, nbytes, _ in entries.values()]
             order = list(self.mm_cache)
             promises = {
                 "1: current_size is the sum of what the entries are charged": (
-                    self._current_size == sum(self._charged.values())
+                    self._current_size == sum(charged)
                 ),
-                "1: current_size is from 0 to max_size": (
-                    0 <= self._current_size <= self._max_size
-                ),
-                "2: what is charged is what is held": self._charged.keys() == self.mm_cache.keys(),
-                "2: items are recorded for what is held, under their hash": all(
-                    key in self.mm_cache and key == hash(items)
-                    for key, items in self._items.items()
+                "1: current_size is from 0 to max_size": 0 <= self._current_size <= self._max_size,
+                "2: mm_cache holds what is charged": sorted(order) == sorted(entries)
+                and all(self.mm_cache[key] is entries[key][0] for key in order),
+                "2: items stand under their hash": all(
+                    items is None or hash(items) == key for key, (_, _, items) in entries.items()
                 ),
                 "3: mm_cache has one order": order == list(reversed(self.mm_cache))[::-1],
             }
@@ -389,7 +390,7 @@ class MultiModalStaticCache(MultimodalCache):
     def _admit(
         self,
         key: int,
-        items: tuple[int, ...] | None,
+        items: _Items,
         result: EmbeddingResult,
         nbytes: int,
         replacements: Replacements,
@@ -406,7 +407,7 @@ class MultiModalStaticCache(MultimodalCache):
             collides = self._collides(key, items)
             if generation is not None and generation != self._generation:
                 return False
-            if key in self._charged and not collides:
+            if key in self._entries and not collides:
                 self.mm_cache.move_to_end(key)
                 return True
             self._collisions += collides
@@ -425,43 +426,38 @@ class MultiModalStaticCache(MultimodalCache):
                 result, replacements = owned, {}
             else:
                 self.mm_cache[key] = result
-                self._charged[key] = nbytes
-                if items is not None:
-                    self._items[key] = items
+                self._entries[key] = (result, nbytes, items)
                 self._current_size += nbytes
                 self._insertions += 1
                 return True
 
-    def _collides(self, key: int, items: tuple[int, ...] | None) -> bool:
+    def _collides(self, key: int, items: _Items) -> bool:
         """Whether the entry under this key is known to stand for other items."""
-        return items is not None and self._items.get(key, items) != items
+        entry = self._entries.get(key)
+        known = entry[2] if entry is not None else None
+        return known != items and known is not None and items is not None
 
-    def _remove(
-        self, key: int | None
-    ) -> tuple[EmbeddingResult, int, tuple[int, ...] | None] | None:
-        """Takes an entry out of the books and returns it, its charge and its items.
+    def _remove(self, key: int | None) -> _Entry | None:
+        """Takes an entry out of the books and returns it.
 
         Nothing is called and nothing dropped in here, so nothing calls back while the books
         disagree: the caller drops the entry.
         """
-        if key is None or key not in self._charged:
+        if key is None or key not in self._entries:
             return None
-        result, nbytes = self.mm_cache[key], self._charged[key]
-        items = self._items[key] if key in self._items else None  # noqa: SIM401 - get is a call
+        entry = self._entries[key]
+        del self._entries[key]
         del self.mm_cache[key]
-        del self._charged[key]
-        if items is not None:
-            del self._items[key]
-        self._current_size -= nbytes
-        return result, nbytes, items
+        self._current_size -= entry[1]
+        return entry
 
     def _evict_oldest(self, evicted: list[tuple[int, EmbeddingResult]]) -> None:
         """Evicts one entry, and adds it to ``evicted`` if somebody wants to hear of it."""
         key = next(iter(self.mm_cache), None)
-        removed = self._remove(key)
-        if key is None or removed is None:
+        entry = self._remove(key)
+        if key is None or entry is None:
             return  # a finalizer was faster
-        result, nbytes, items = removed
+        result, nbytes, items = entry
         self._evictions += 1
         self._evicted_bytes += nbytes
         if self._on_evict is not None:

@@ -1,0 +1,35 @@
+"""The benchmarks run. What they measure is in their own tables."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_lookup_prints_its_tables_and_writes_them_too(tmp_path: Path) -> None:
+    output = tmp_path / "lookup.md"
+    tiny = ["--entries=20", "--rounds=2", "--size-rounds=2", "--calls=50", f"--output={output}"]
+    shown = run("lookup.py", *tiny)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    for operation in ("get([key])", "get_single(key)", "set(key, result)"):
+        assert f"| `{operation}`" in shown.stdout
+    assert "| multimodal-cache |" in shown.stdout
+    assert output.read_text(encoding="utf-8") == shown.stdout
+
+
+@pytest.mark.parametrize("bad", ["--rounds=1", "--calls=x", "--entries=0", "--output=/"])
+def test_lookup_says_in_one_line_what_is_wrong(bad: str) -> None:
+    shown = run("lookup.py", bad)
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert shown.stderr.startswith(f"lookup.py: argument {bad.split('=')[0]}: ")
+    assert len(shown.stderr.splitlines()) == 1

@@ -1,0 +1,261 @@
+"""The demonstration, ``python -m multimodal_cache``."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support import DEVICES
+
+from multimodal_cache import EmbeddingResult, MultiModalStaticCache
+from multimodal_cache.__main__ import main
+from multimodal_cache._demo import images, serving
+from multimodal_cache._demo.encoder import NUM_TOKENS, WIDTH, VisionTransformer
+
+
+@pytest.fixture
+def photographs(tmp_path: Path) -> Path:
+    """A folder with an image of each format, and other files."""
+    rng = np.random.default_rng(0)
+    pixels = Image.fromarray(rng.integers(0, 256, (40, 60, 3), dtype=np.uint8))
+    pixels.save(tmp_path / "a.png")
+    pixels.save(tmp_path / "b.JPG", format="JPEG")
+    pixels.save(tmp_path / "c.webp")
+    pixels.quantize(16).save(tmp_path / "d.gif", transparency=3)
+    pixels.convert("L").save(tmp_path / "e.jpeg")
+    (tmp_path / "notes.txt").write_text("not an image")
+    (tmp_path / "folder.png").mkdir()
+    return tmp_path
+
+
+def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["--json", *arguments]) == 0
+    read: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return read
+
+
+def test_the_figures_agree_with_each_other(capsys: pytest.CaptureFixture[str], device: str) -> None:
+    shown = figures(capsys, "--requests", "8", "--device", device)
+    assert shown["requests"] == shown["encoder_calls_without"] == 8
+    assert shown["encoder_calls_with"] + shown["hits"] == 8
+    assert shown["hit_rate"] == shown["hits"] / 8 > 0
+    assert shown["bytes_held"] % (NUM_TOKENS * WIDTH * 4) == 0 < shown["bytes_held"]
+    assert shown["max_size"] == 64 * 2**20
+    assert shown["speed_up"] == shown["seconds_without"] / shown["seconds_with"]
+    assert shown["largest_difference"] <= serving.TOLERANCE
+    assert (shown["device"], shown["images"], shown["evictions"]) == (device, 12, 0)
+
+
+def test_the_same_seed_draws_the_same_requests() -> None:
+    drawn = serving.plan_requests(40, num_images=12, seed=1)
+    assert serving.plan_requests(40, num_images=12, seed=1) == drawn
+    assert serving.plan_requests(40, num_images=12, seed=2) != drawn
+    assert {len(request) for request in drawn} == {1, 2, 3}
+    assert all(len(set(request)) == len(request) for request in drawn)
+    assert len(set(drawn)) <= 10
+    assert serving.plan_requests(3, num_images=1, seed=0) == [(0,)] * 3
+
+
+def test_a_small_budget_evicts_and_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = figures(capsys, "--requests", "12", "--max-size", "0.9")
+    assert shown["evictions"] > 0
+    assert shown["bytes_held"] <= shown["max_size"] == int(0.9 * 2**20)
+
+
+def test_a_budget_of_zero_encodes_for_each_request(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = figures(capsys, "--requests", "3", "--max-size", "0")
+    assert (shown["encoder_calls_with"], shown["bytes_held"]) == (3, 0)
+
+
+def test_image_files_of_all_formats_are_read(
+    capsys: pytest.CaptureFixture[str], photographs: Path
+) -> None:
+    shown = figures(capsys, "--images", str(photographs), "--requests", "3")
+    assert shown["images"] == 5
+
+
+def test_files_keep_their_pixels(photographs: Path) -> None:
+    paths = images.find_images(photographs)
+    assert [path.name for path in paths] == ["a.png", "b.JPG", "c.webp", "d.gif", "e.jpeg"]
+    read = images.read_images(paths)
+    assert {(tuple(image.shape), image.dtype) for image in read} == {((3, 224, 224), torch.uint8)}
+    png, grey = read[0].float(), read[4].float()
+    assert torch.equal(grey[0], grey[2])
+    with Image.open(paths[0]) as image:
+        assert png.mean().item() == pytest.approx(np.asarray(image).mean(), abs=1)
+
+
+def test_the_table_says_what_the_figures_say(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--requests", "4"]) == 0
+    table = capsys.readouterr().out
+    for row in (
+        r"requests +4 +4",
+        r"encoder calls +4 +1",
+        r"hit rate +- +75.0%",
+        r"bytes held / budget +- +0.6 / 64.0 MiB",
+        r"seconds +\d+\.\d\d +\d+\.\d\d",
+        r"speed-up +1.0x +\d+\.\dx",
+        r"each of 3 hits equals what was encoded, bit for bit",
+    ):
+        assert re.search(row, table), row
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--requests", "0"], "argument --requests: expected a whole number above 0, got '0'"),
+        (["--requests", "-3"], "argument --requests: expected a whole number above 0, got '-3'"),
+        (["--requests", "2.5"], "argument --requests: expected a whole number above 0, got '2.5'"),
+        (["--max-size", "-1"], "argument --max-size: expected a number of MiB, 0 or more, got '-1'"),  # noqa: E501
+        (["--max-size", "nan"], "argument --max-size: expected a number of MiB, 0 or more, got 'nan'"),  # noqa: E501
+        (["--max-size", "inf"], "argument --max-size: expected a number of MiB, 0 or more, got 'inf'"),  # noqa: E501
+        (["--max-size", "big"], "argument --max-size: expected a number of MiB, 0 or more, got 'big'"),  # noqa: E501
+        (["--seed", "x"], "argument --seed: invalid int value: 'x'"),
+        (["--device", "toaster"], "--device: expected cpu, cuda or cuda:N, got 'toaster'"),
+        (["--device", "meta"], "--device: expected cpu, cuda or cuda:N, got 'meta'"),
+        (["--device", "cuda:99"], "--device: there is no cuda:99 on this machine"),
+        (["--images", "/no/such/folder"], "--images: no such folder: /no/such/folder"),
+        (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_get_one_line_and_status_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"python -m multimodal_cache: error: {message}\n"
+
+
+def broken_files() -> dict[str, bytes]:
+    return {
+        "empty.png": b"",
+        "text.jpg": b"this is no image\n" * 9,
+        "header.png": b"\x89PNG\r\n\x1a\n" + bytes(40),
+        "header.gif": b"GIF89a" + b"\xff" * 20,
+    }
+
+
+@pytest.mark.parametrize("name", broken_files())
+def test_a_broken_image_is_named_in_one_line(
+    name: str, photographs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (photographs / name).write_bytes(broken_files()[name])
+    with pytest.raises(SystemExit) as caught:
+        main(["--images", str(photographs)])
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--images: can't read {photographs / name} as an image: " in line
+
+
+def test_a_truncated_image_is_named_in_one_line(
+    photographs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = (photographs / "b.JPG").read_bytes()
+    (photographs / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(SystemExit) as caught:
+        main(["--images", str(photographs)])
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cut.jpg as an image: " in line
+
+
+def test_a_folder_without_images_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--images", str(tmp_path)])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.endswith(f"png, .webp file in {tmp_path}\n")
+
+
+def test_without_pillow_it_says_how_to_get_it(
+    photographs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(SystemExit) as caught:
+        main(["--images", str(photographs)])
+    assert caught.value.code == 2
+    assert "pip install 'multimodal-cache[images]'" in capsys.readouterr().err
+
+
+def test_without_tqdm_it_runs_without_a_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert figures(capsys, "--requests", "1")["hits"] == 0
+
+
+class Forgetful(MultiModalStaticCache):
+    """Returns a wrong embedding on its first hit."""
+
+    def get(self, mm_hashes: Any, combined_hash: int | None = None) -> EmbeddingResult | None:
+        found = super().get(mm_hashes)
+        if found is not None:
+            wrong = found.embedding.clone()
+            wrong.view(torch.int32)[-1, -1] ^= 1  # one bit
+            found = EmbeddingResult(embedding=wrong)
+        return found
+
+
+def test_one_wrong_bit_of_a_hit_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("multimodal_cache.__main__.MultiModalStaticCache", Forgetful)
+    assert main(["--requests", "4"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "the cache is wrong: a hit differs from what was encoded for (" in captured.err
+
+
+def test_runs_that_differ_are_found() -> None:
+    one, other = (serving.Run(1, 1.0, {(0,): torch.full((2, 2), x)}) for x in (0.0, 0.1))
+    assert serving.largest_difference(one, one) == 0.0
+    with pytest.raises(serving.WrongEmbeddingError, match="differ by 0.1"):
+        serving.largest_difference(one, other)
+    nan = serving.Run(1, 1.0, {(0,): torch.full((2, 2), float("nan"))})
+    with pytest.raises(serving.WrongEmbeddingError):
+        serving.largest_difference(one, nan)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_encoder_is_a_vision_transformer_with_seeded_weights(device: str) -> None:
+    state = torch.random.get_rng_state()
+    encoders = [VisionTransformer(seed).eval().to(device) for seed in (0, 0, 1)]
+    assert torch.equal(torch.random.get_rng_state(), state)
+    parameters = sum(p.numel() for p in encoders[0].parameters())
+    assert 21e6 < parameters < 23e6  # as ViT-S/16
+    pixels = torch.stack(images.make_images(2, seed=0)).to(device)
+    with torch.inference_mode():
+        outputs = [encoder(pixels) for encoder in encoders]
+    assert outputs[0].shape == (2, NUM_TOKENS, WIDTH)
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.allclose(outputs[0], outputs[2], atol=0.1)
+    assert not torch.allclose(outputs[0][0], outputs[0][1], atol=0.1)
+
+
+def test_the_library_imports_nothing_but_torch() -> None:
+    code = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import multimodal_cache\n"
+        "print(sorted(set(sys.modules) - before))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names = ["", "._ownership", ".base", ".static_cache", ".stats"]
+    assert shown.stdout == f"{[f'multimodal_cache{name}' for name in names]}\n"
+
+
+def test_it_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "multimodal_cache", "--requests", "2", "--device", "cpu"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "encoder calls" in shown.stdout
+    assert shown.stderr == ""
