@@ -46,6 +46,7 @@ def test_the_figures_agree_with_each_other(capsys: pytest.CaptureFixture[str], d
     shown = figures(capsys, "--requests", "8", "--device", device)
     assert shown["requests"] == shown["encoder_calls_without"] == 8
     assert shown["encoder_calls_with"] + shown["hits"] == 8
+    assert 1 <= shown["images_encoded_with"] < shown["images_encoded_without"] <= 24
     assert shown["hit_rate"] == shown["hits"] / 8 > 0
     assert shown["bytes_held"] % (NUM_TOKENS * WIDTH * 4) == 0 < shown["bytes_held"]
     assert shown["max_size"] == 64 * 2**20
@@ -99,11 +100,12 @@ def test_the_table_says_what_the_figures_say(capsys: pytest.CaptureFixture[str])
     for row in (
         r"requests +4 +4",
         r"encoder calls +4 +1",
+        r"images encoded +8 +2",
         r"hit rate +- +75.0%",
         r"bytes held / budget +- +0.6 / 64.0 MiB",
         r"seconds +\d+\.\d\d +\d+\.\d\d",
         r"speed-up +1.0x +\d+\.\dx",
-        r"each of 3 hits equals what was encoded, bit for bit",
+        r"all 3 hits equal what was encoded, bit for bit; the embeddings of both runs (are|diff)",
     ):
         assert re.search(row, table), row
 
@@ -118,11 +120,13 @@ def test_the_table_says_what_the_figures_say(capsys: pytest.CaptureFixture[str])
         (["--max-size", "nan"], "argument --max-size: expected a number of MiB, 0 or more, got 'nan'"),  # noqa: E501
         (["--max-size", "inf"], "argument --max-size: expected a number of MiB, 0 or more, got 'inf'"),  # noqa: E501
         (["--max-size", "big"], "argument --max-size: expected a number of MiB, 0 or more, got 'big'"),  # noqa: E501
-        (["--seed", "x"], "argument --seed: invalid int value: 'x'"),
+        (["--seed", "x"], "argument --seed: expected a whole number below 2**63, got 'x'"),
+        (["--seed", "-1"], "argument --seed: expected a whole number below 2**63, got '-1'"),
+        (["--seed", str(2**63)], f"argument --seed: expected a whole number below 2**63, got '{2**63}'"),  # noqa: E501
         (["--device", "toaster"], "--device: expected cpu, cuda or cuda:N, got 'toaster'"),
         (["--device", "meta"], "--device: expected cpu, cuda or cuda:N, got 'meta'"),
         (["--device", "cuda:99"], "--device: there is no cuda:99 on this machine"),
-        (["--images", "/no/such/folder"], "--images: no such folder: /no/such/folder"),
+        (["--images", "/no/such/folder"], "--images: expected a folder, got /no/such/folder"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
     ],
 )  # fmt: skip
@@ -184,7 +188,7 @@ def test_without_pillow_it_says_how_to_get_it(
     with pytest.raises(SystemExit) as caught:
         main(["--images", str(photographs)])
     assert caught.value.code == 2
-    assert "pip install 'multimodal-cache[images]'" in capsys.readouterr().err
+    assert "--images needs Pillow: pip install pillow" in capsys.readouterr().err
 
 
 def test_without_tqdm_it_runs_without_a_bar(
@@ -217,11 +221,11 @@ def test_one_wrong_bit_of_a_hit_is_found(
 
 
 def test_runs_that_differ_are_found() -> None:
-    one, other = (serving.Run(1, 1.0, {(0,): torch.full((2, 2), x)}) for x in (0.0, 0.1))
+    one, other = (serving.Run(1, 1, 1.0, {(0,): torch.full((2, 2), x)}) for x in (0.0, 0.1))
     assert serving.largest_difference(one, one) == 0.0
     with pytest.raises(serving.WrongEmbeddingError, match="differ by 0.1"):
         serving.largest_difference(one, other)
-    nan = serving.Run(1, 1.0, {(0,): torch.full((2, 2), float("nan"))})
+    nan = serving.Run(1, 1, 1.0, {(0,): torch.full((2, 2), float("nan"))})
     with pytest.raises(serving.WrongEmbeddingError):
         serving.largest_difference(one, nan)
 

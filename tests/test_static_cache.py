@@ -154,6 +154,14 @@ def test_none_is_never_stored_and_never_found() -> None:
         cache.set(None, "junk")  # type: ignore[arg-type]
 
 
+def test_no_key_is_not_the_key_that_it_would_hash_to() -> None:
+    cache = filled(120, hash(()), hash(None))
+    assert cache.get([]) is None
+    assert cache.get([1, None]) is None
+    assert cache.get(None) is None
+    assert cache.get_single(None) is None
+
+
 # Collisions
 
 ONE, OTHER = combine([5]), combine([5 + WRAP])
@@ -482,6 +490,7 @@ def test_check_says_which_promise_is_broken() -> None:
     negative = spoil(lambda c: c.__dict__.update(_current_size=-1, **negative_charges(c)))
     assert negative.endswith("breaks invariant 1: current_size is from 0 to max_size")
     assert "2: mm_cache holds" in spoil(lambda c: c.mm_cache.pop(1))
+    assert "2: mm_cache holds" in spoil(lambda c: c.mm_cache.update({7: result(10)}))
     assert "2: mm_cache holds" in spoil(lambda c: c.mm_cache.update({1: result(10)}))
     assert "2: items" in spoil(lambda c: c._entries.update({1: (c.mm_cache[1], 40, (1, 2))}))
 
@@ -528,6 +537,16 @@ def test_the_books_are_right_when_a_dropped_entry_calls_back() -> None:
     cache.clear()
     assert calls == ["1", "2", "3", "one", "other"]
     cache.check()
+
+
+@pytest.mark.parametrize("drop", [lambda cache: cache.free(1), lambda cache: cache.clear()])
+def test_what_is_freed_is_dropped_when_the_lock_is_released(drop: Any) -> None:
+    """So that a finalizer which takes long, or takes another lock, holds nobody up."""
+    cache = MultiModalStaticCache(120)
+    held: list[bool] = []
+    cache.set(1, tracked(lambda: held.append(cache._lock._is_owned())))  # type: ignore[attr-defined]
+    drop(cache)
+    assert held == [False]
 
 
 def test_a_finalizer_that_refills_the_cache_does_not_push_it_over_its_budget() -> None:

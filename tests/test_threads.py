@@ -87,6 +87,51 @@ def test_case_26_eight_threads_on_a_tiny_cache(device: str) -> None:  # cachetoo
     assert len(lost) == cache.stats().evictions > 0
 
 
+class CountingLock:
+    """A lock that counts how often it is taken, and how often it is taken and not given back."""
+
+    def __init__(self) -> None:
+        self.taken = self.held = 0
+
+    def acquire(self) -> bool:
+        self.taken += 1
+        self.held += 1
+        return True
+
+    def release(self) -> None:
+        self.held -= 1
+
+    __enter__ = acquire
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda cache: cache.get([1]),
+        lambda cache: cache.get([]),
+        lambda cache: cache.get_single(1),
+        lambda cache: cache.set(2, EmbeddingResult(embedding=torch.zeros(1))),
+        lambda cache: cache.has(1),
+        lambda cache: cache.free(1),
+        lambda cache: cache.clear(),
+        lambda cache: cache.resize(1),
+        lambda cache: cache.stats(),
+        lambda cache: cache.check(),
+    ],
+)
+def test_every_method_takes_the_lock_once_and_gives_it_back(
+    call: Callable[[MultiModalStaticCache], object],
+) -> None:
+    cache = MultiModalStaticCache(400)
+    cache.set(1, EmbeddingResult(embedding=torch.zeros(1)))
+    lock = cache._lock = CountingLock()  # type: ignore[assignment]
+    call(cache)
+    assert (lock.taken, lock.held) == (1, 0)
+
+
 def test_no_update_of_a_counter_is_lost() -> None:
     cache = MultiModalStaticCache(10_000)
     cache.set(1, EmbeddingResult(embedding=torch.zeros(1)))

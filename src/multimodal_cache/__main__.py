@@ -90,6 +90,8 @@ def demonstrate(
         "requests": num_requests,
         "encoder_calls_without": without.encoder_calls,
         "encoder_calls_with": cached.encoder_calls,
+        "images_encoded_without": without.images_encoded,
+        "images_encoded_with": cached.images_encoded,
         "hits": stats.hits,
         "hit_rate": stats.hit_rate,
         "evictions": stats.evictions,
@@ -111,6 +113,11 @@ def _table(figures: dict[str, Any]) -> str:
             f"{figures['encoder_calls_without']}",
             f"{figures['encoder_calls_with']}",
         ),
+        (
+            "images encoded",
+            f"{figures['images_encoded_without']}",
+            f"{figures['images_encoded_with']}",
+        ),
         ("hit rate", "-", f"{figures['hit_rate']:.1%}"),
         (
             "bytes held / budget",
@@ -120,6 +127,8 @@ def _table(figures: dict[str, Any]) -> str:
         ("seconds", f"{figures['seconds_without']:.2f}", f"{figures['seconds_with']:.2f}"),
         ("speed-up", "1.0x", f"{figures['speed_up']:.1f}x"),
     ]
+    difference = figures["largest_difference"]
+    agreement = f"differ by at most {difference:.1g}" if difference else "are equal"
     lines = [f"{name:<21}{without:>10}{cached:>18}" for name, without, cached in rows]
     return "\n".join(
         [
@@ -127,8 +136,8 @@ def _table(figures: dict[str, Any]) -> str:
             "",
             *lines,
             "",
-            f"each of {figures['hits']} hits equals what was encoded, bit for bit; "
-            f"the runs differ by at most {figures['largest_difference']:.1g}",
+            f"all {figures['hits']} hits equal what was encoded, bit for bit; "
+            f"the embeddings of both runs {agreement}",
         ]
     )
 
@@ -136,14 +145,22 @@ def _table(figures: dict[str, Any]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m multimodal_cache",
-        description="Serves requests that ask several questions about the same images, "
-        "without the cache and with it.",
+        description="Serves requests that ask several questions about the same images, from one "
+        "to three each, without the cache and with it.",
     )
     parser.add_argument(
-        "--images", type=Path, metavar="DIR", help="a folder of PNG, JPEG, WebP or GIF files"
+        "--images",
+        type=Path,
+        metavar="DIR",
+        help="a folder of PNG, JPEG, WebP or GIF files, which are scaled to 224 x 224 "
+        "(default: images made from the seed)",
     )
     parser.add_argument(
-        "--requests", type=_positive_int, default=40, metavar="N", help="how many (default: 40)"
+        "--requests",
+        type=_positive_int,
+        default=40,
+        metavar="N",
+        help="how many to serve (default: 40)",
     )
     parser.add_argument(
         "--max-size", type=_mebibytes, default=64 * MIB, metavar="MIB",
@@ -153,7 +170,11 @@ def _parser() -> argparse.ArgumentParser:
         "--device", default="auto", help="cpu, cuda or cuda:N (default: cuda if there is one)"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of weights, images and requests (default: 0)"
+        "--seed",
+        type=_seed,
+        default=0,
+        metavar="N",
+        help="for the weights, images and requests (default: 0)",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     return parser
@@ -162,6 +183,12 @@ def _parser() -> argparse.ArgumentParser:
 def _positive_int(text: str) -> int:
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not (text.isdecimal() and int(text) < 2**63):
+        raise argparse.ArgumentTypeError(f"expected a whole number below 2**63, got {text!r}")
     return int(text)
 
 
@@ -200,4 +227,7 @@ def _progress(what: str, items: Sequence[Any]) -> Iterable[Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

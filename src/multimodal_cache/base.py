@@ -75,9 +75,11 @@ class CombinedHash(int):
 class MultimodalCache(abc.ABC):
     """A cache of encoder outputs under integer keys.
 
-    A subclass that defines the abstract methods below is complete. The allocator that
-    ``set`` and ``free`` are handed is the server's KV-pool allocator, for caches that keep
-    their entries in that pool.
+    A subclass defines ``get``, ``set``, ``has``, ``free``, ``clear`` and ``available_size``.
+    Two things it has to mind itself: a key can be None, which stands for no key; and the keys of
+    two lists can be equal, so that it should compare ``CombinedHash.mm_hashes`` before it
+    takes an entry for a hit. The allocator that ``set`` and ``free`` are handed is the server's
+    KV-pool allocator, for caches that keep their entries in that pool.
     """
 
     @staticmethod

@@ -157,7 +157,6 @@ class MultiModalStaticCache(MultimodalCache):
                 self._misses += 1
             return None
         key = hash(items)
-        result = None
         lock = self._lock
         try:
             lock.acquire()  # inside, since a signal handler may raise as soon as it is taken
@@ -165,12 +164,11 @@ class MultiModalStaticCache(MultimodalCache):
             if entry is None:
                 self._misses += 1
                 return None
-            found, _, known = entry
+            result, _, known = entry
             if known != items and known is not None:
                 self._misses += 1
                 self._collisions += 1
                 return None
-            result = found
             self._hits += 1
             self.mm_cache.move_to_end(key)
         except KeyError:
@@ -233,9 +231,10 @@ class MultiModalStaticCache(MultimodalCache):
             generation: The cache's ``generation`` when the encode began.
 
         Returns:
-            Whether the key is now in the cache. False if there is no key, if ``generation``
-            isn't current, if the result is larger than ``max_size`` (nothing is evicted or
-            copied then), or if memory ran out while it was copied (a warning is logged).
+            True if the key is in the cache now. False if there is no key, if ``generation``
+            isn't current (even if the key is present), if the result is larger than
+            ``max_size`` (nothing is evicted or copied then), or if memory ran out while it was
+            copied (a warning is logged).
 
         Raises:
             EmbeddingTypeError: ``embedding`` isn't such an object, or holds a tensor whose
@@ -366,8 +365,8 @@ class MultiModalStaticCache(MultimodalCache):
                     self._current_size == sum(charged)
                 ),
                 "1: current_size is from 0 to max_size": 0 <= self._current_size <= self._max_size,
-                "2: mm_cache holds what is charged": sorted(order) == sorted(entries)
-                and all(self.mm_cache[key] is entries[key][0] for key in order),
+                "2: mm_cache holds what is charged": self.mm_cache.keys() == entries.keys()
+                and all(self.mm_cache[key] is result for key, (result, _, _) in entries.items()),
                 "2: items stand under their hash": all(
                     items is None or hash(items) == key for key, (_, _, items) in entries.items()
                 ),

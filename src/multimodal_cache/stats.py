@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class CacheStats:
     """What a cache has done since it was made, and what it holds.
 
-    All the numbers are of one moment. ``has``, ``in``, ``free`` and ``clear`` move none of
+    A consistent snapshot. ``has``, ``in``, ``free`` and ``clear`` move none of
     the counters.
 
     Attributes:

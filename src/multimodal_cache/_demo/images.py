@@ -27,9 +27,9 @@ def find_images(folder: Path) -> list[Path]:
     try:
         import PIL  # noqa: F401
     except ImportError:
-        raise ImageError("--images needs Pillow: pip install 'multimodal-cache[images]'") from None
+        raise ImageError("--images needs Pillow: pip install pillow") from None
     if not folder.is_dir():
-        raise ImageError(f"--images: no such folder: {folder}")
+        raise ImageError(f"--images: expected a folder, got {folder}")
     try:
         paths = sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES and p.is_file())
     except OSError as error:

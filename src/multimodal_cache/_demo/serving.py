@@ -30,12 +30,14 @@ class Run:
     """What it took to serve all the requests.
 
     Attributes:
-        encoder_calls: How often the encoder ran.
+        encoder_calls: How often the encoder ran, on the images of one request each time.
+        images_encoded: The images that it got.
         seconds: The time in the encoder and, with a cache, in hashing and the cache.
         outputs: The embeddings that each distinct request got.
     """
 
     encoder_calls: int
+    images_encoded: int
     seconds: float
     outputs: dict[Request, torch.Tensor]
 
@@ -77,15 +79,16 @@ class Server:
     def run(self, requests: Iterable[Request]) -> Run:
         """Serves requests, encoding for each."""
         seconds = 0.0
-        calls = 0
+        calls = images = 0
         outputs: dict[Request, torch.Tensor] = {}
         for request in requests:
             began = self._clock()
             embedding = self.encode(request)
             seconds += self._clock() - began
             calls += 1
+            images += len(request)
             outputs.setdefault(request, embedding)
-        return Run(calls, seconds, outputs)
+        return Run(calls, images, seconds, outputs)
 
     def run_cached(self, requests: Iterable[Request], cache: MultiModalStaticCache) -> Run:
         """Serves requests, encoding only what isn't in the cache.
@@ -94,7 +97,7 @@ class Server:
             WrongEmbeddingError: A hit differs, in one bit or more, from what was encoded.
         """
         seconds = 0.0
-        calls = 0
+        calls = images = 0
         outputs: dict[Request, torch.Tensor] = {}
         for request in requests:
             began = self._clock()
@@ -105,12 +108,13 @@ class Server:
                 result = EmbeddingResult(embedding=self.encode(request))
                 cache.set(cache.combine_hashes(mm_hashes), result)
                 calls += 1
+                images += len(request)
             seconds += self._clock() - began
             if not hit:
                 outputs[request] = result.embedding.clone()
             elif not torch.equal(result.embedding, outputs[request]):
                 raise WrongEmbeddingError(f"a hit differs from what was encoded for {request}")
-        return Run(calls, seconds, outputs)
+        return Run(calls, images, seconds, outputs)
 
     def _mm_hash(self, index: int) -> int:
         return int.from_bytes(hashlib.sha256(self._images[index].numpy().data).digest(), "big")
