@@ -6,6 +6,7 @@ import copy
 import enum
 import json
 import pickle
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -131,7 +132,21 @@ def test_an_item_that_is_no_int_is_named(bad: Any, others: list[Any]) -> None:
         combine_hashes([*others, bad])
 
 
-@pytest.mark.parametrize("bad", [5, "12", b"12", bytearray(b"12"), {1, 2}, frozenset(), {1: 2}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        5,
+        "12",
+        b"12",
+        bytearray(b"12"),
+        {1, 2},
+        frozenset(),
+        {1: 2},
+        np.array(5),
+        torch.tensor(5),
+        MappingProxyType({1: 2}),
+    ],
+)
 def test_what_is_no_ordered_iterable_is_named(bad: Any) -> None:
     with pytest.raises(TypeError, match=f"ordered iterable, got {type(bad).__name__}$"):
         combine_hashes(bad)
@@ -142,6 +157,11 @@ def test_a_combined_hash_is_no_item() -> None:
     for make in (combine_hashes, CombinedHash, MultiModalStaticCache(0).get):
         with pytest.raises(TypeError, match="got the CombinedHash of 2 items"):
             make([3, nested])
+
+
+def test_a_combined_hash_of_no_items_is_refused() -> None:
+    with pytest.raises(ValueError, match="^mm_hashes must hold an item or more, got none$"):
+        CombinedHash([])
 
 
 def test_an_iterator_that_fails_is_not_mistaken_for_a_bad_argument() -> None:

@@ -94,6 +94,26 @@ def test_files_keep_their_pixels(photographs: Path) -> None:
         assert png.mean().item() == pytest.approx(np.asarray(image).mean(), abs=1)
 
 
+def test_the_same_picture_in_two_files_is_one_image(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pixels = Image.fromarray(np.arange(3 * 400, dtype=np.uint8).reshape(20, 20, 3))
+    pixels.save(tmp_path / "a.png")
+    pixels.save(tmp_path / "b.png")
+    (tmp_path / "c.png").symlink_to(tmp_path / "a.png")
+    shown = figures(capsys, "--images", str(tmp_path), "--requests", "6", "--seed", "3")
+    assert shown["encoder_calls_with"] + shown["hits"] == 6
+
+
+def test_sixteen_bits_a_pixel_are_scaled(tmp_path: Path) -> None:
+    ramp = np.linspace(0, 65535, 64 * 64).astype(np.uint16).reshape(64, 64)
+    Image.fromarray(ramp).save(tmp_path / "ramp.png")
+    (read,) = images.read_images([tmp_path / "ramp.png"])
+    assert read.float().mean().item() == pytest.approx(127, abs=2)
+    assert read.min() <= 2
+    assert read.max() >= 253
+
+
 def test_the_table_says_what_the_figures_say(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--requests", "4"]) == 0
     table = capsys.readouterr().out
@@ -110,33 +130,54 @@ def test_the_table_says_what_the_figures_say(capsys: pytest.CaptureFixture[str])
         assert re.search(row, table), row
 
 
+REQUESTS = "a whole number from 1 to 999999"
+MIB = "MiB, from 0 to 2**40"
+SEED = "a whole number to 999999999"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        *[("--requests", value, REQUESTS) for value in ("0", "-3", "2.5", "x", "1000000")],
+        *[("--max-size", value, MIB) for value in ("-1", "nan", "inf", "1e308", "big")],
+        *[("--seed", value, SEED) for value in ("-1", "x", "1000000000")],
+    ],
+)
+def test_a_bad_number_gets_one_line_and_status_2(
+    option: str, value: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        error_of(capsys, option, value) == f"argument {option}: expected {expected}, got {value!r}"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--requests", "0"], "argument --requests: expected a whole number above 0, got '0'"),
-        (["--requests", "-3"], "argument --requests: expected a whole number above 0, got '-3'"),
-        (["--requests", "2.5"], "argument --requests: expected a whole number above 0, got '2.5'"),
-        (["--max-size", "-1"], "argument --max-size: expected a number of MiB, 0 or more, got '-1'"),  # noqa: E501
-        (["--max-size", "nan"], "argument --max-size: expected a number of MiB, 0 or more, got 'nan'"),  # noqa: E501
-        (["--max-size", "inf"], "argument --max-size: expected a number of MiB, 0 or more, got 'inf'"),  # noqa: E501
-        (["--max-size", "big"], "argument --max-size: expected a number of MiB, 0 or more, got 'big'"),  # noqa: E501
-        (["--seed", "x"], "argument --seed: expected a whole number below 2**63, got 'x'"),
-        (["--seed", "-1"], "argument --seed: expected a whole number below 2**63, got '-1'"),
-        (["--seed", str(2**63)], f"argument --seed: expected a whole number below 2**63, got '{2**63}'"),  # noqa: E501
         (["--device", "toaster"], "--device: expected cpu, cuda or cuda:N, got 'toaster'"),
         (["--device", "meta"], "--device: expected cpu, cuda or cuda:N, got 'meta'"),
         (["--device", "cuda:99"], "--device: there is no cuda:99 on this machine"),
         (["--images", "/no/such/folder"], "--images: expected a folder, got /no/such/folder"),
+        (["--images", "two\nlines"], "--images: expected a folder, got two lines"),
+        (["--images", "x" * 300], f"--images: can't read {'x' * 300}: File name too long"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
     ],
-)  # fmt: skip
-def test_bad_arguments_get_one_line_and_status_2(
+)
+def test_a_bad_argument_gets_one_line_and_status_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    assert error_of(capsys, *arguments) == message
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Runs the demonstration and returns the one line in which it fails with status 2."""
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
-    assert capsys.readouterr().err == f"python -m multimodal_cache: error: {message}\n"
+    captured = capsys.readouterr()
+    prefix, _, message = captured.err.partition(": error: ")
+    assert (prefix, captured.out, message.count("\n")) == ("python -m multimodal_cache", "", 1)
+    return message.removesuffix("\n")
 
 
 def broken_files() -> dict[str, bytes]:
@@ -153,11 +194,8 @@ def test_a_broken_image_is_named_in_one_line(
     name: str, photographs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (photographs / name).write_bytes(broken_files()[name])
-    with pytest.raises(SystemExit) as caught:
-        main(["--images", str(photographs)])
-    assert caught.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"--images: can't read {photographs / name} as an image: " in line
+    message = error_of(capsys, "--images", str(photographs))
+    assert message.startswith(f"--images: can't read {photographs / name} as an image: ")
 
 
 def test_a_truncated_image_is_named_in_one_line(
@@ -165,30 +203,21 @@ def test_a_truncated_image_is_named_in_one_line(
 ) -> None:
     whole = (photographs / "b.JPG").read_bytes()
     (photographs / "cut.jpg").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(SystemExit) as caught:
-        main(["--images", str(photographs)])
-    assert caught.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "cut.jpg as an image: " in line
+    assert "cut.jpg as an image: " in error_of(capsys, "--images", str(photographs))
 
 
 def test_a_folder_without_images_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--images", str(tmp_path)])
-    assert caught.value.code == 2
-    assert capsys.readouterr().err.endswith(f"png, .webp file in {tmp_path}\n")
+    assert error_of(capsys, "--images", str(tmp_path)).endswith(f".webp file in {tmp_path}")
 
 
 def test_without_pillow_it_says_how_to_get_it(
     photographs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(SystemExit) as caught:
-        main(["--images", str(photographs)])
-    assert caught.value.code == 2
-    assert "--images needs Pillow: pip install pillow" in capsys.readouterr().err
+    message = error_of(capsys, "--images", str(photographs))
+    assert message == "--images needs Pillow: pip install pillow"
 
 
 def test_without_tqdm_it_runs_without_a_bar(

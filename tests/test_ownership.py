@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import weakref
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -529,6 +529,10 @@ class DictWithEmbedding(dict[str, torch.Tensor]):
         self.embedding = embedding
 
 
+class WithTensor:
+    embedding = torch.zeros(3)
+
+
 @pytest.mark.parametrize(
     ("value", "name"),
     [
@@ -538,26 +542,148 @@ class DictWithEmbedding(dict[str, torch.Tensor]):
         ({"embedding": torch.zeros(3)}, "dict"),
         ([torch.zeros(3)], "list"),
         (EmbeddingResult, "type"),
-        (SimpleNamespace(embedding=None), "SimpleNamespace with an embedding of type NoneType"),
-        (EmbeddingResult(embedding=np.zeros(3)), "EmbeddingResult with an embedding of type ndarray"),  # type: ignore[arg-type]  # noqa: E501
-        (Computed(), "Computed with an embedding of type Tensor"),
+        (SimpleNamespace(embedding=None), "SimpleNamespace"),
+        (EmbeddingResult(embedding=np.zeros(3)), "EmbeddingResult with ndarray there"),  # type: ignore[arg-type]
+        (Computed(), "Computed"),
+        (WithTensor, "type"),
         (Pair(1, 2), "Pair"),
-        (DictWithEmbedding(torch.zeros(3)), "DictWithEmbedding with an embedding of type Tensor"),
+        (DictWithEmbedding(torch.zeros(3)), "DictWithEmbedding"),
     ],
 )  # fmt: skip
 def test_what_is_no_result_is_named(value: Any, name: str) -> None:
     cache = MultiModalStaticCache(80)
-    with pytest.raises(EmbeddingTypeError, match=f"attribute 'embedding', got {name}$"):
+    with pytest.raises(EmbeddingTypeError, match=rf"\(no property, no container\), got {name}$"):
         cache.set(1, value)
 
 
-def test_fields_that_contain_themselves_are_refused() -> None:
+def test_fields_may_contain_themselves_unless_they_must_be_rebuilt() -> None:
     cache = MultiModalStaticCache(80)
-    value = Deepstack(embedding=torch.zeros(1), layers=[])
+    value = Deepstack(embedding=torch.zeros(1), layers=[torch.zeros(2)])
     value.layers.append(value.layers)  # type: ignore[arg-type]
-    with pytest.raises(EmbeddingTypeError, match="must not contain themselves, got Deepstack$"):
-        cache.set(1, value)
-    assert len(cache) == 0
+    assert cache.set(1, value)
+    assert cache.current_size == 12
+    value.layers[0] = torch.zeros(9)[:2]
+    with pytest.raises(EmbeddingTypeError, match="but to copy it failed: RecursionError"):
+        cache.set(2, value)
+    assert keys(cache) == [1]
+
+
+def test_containers_that_stand_often_are_looked_into_once_and_stay_shared() -> None:
+    shared: list[Any] = [torch.zeros(9)[:2]]
+    for _ in range(60):  # 2**60 ways lead to the tensor
+        shared = [shared, shared]
+    cache = MultiModalStaticCache(80)
+    assert cache.set(1, Deepstack(embedding=torch.zeros(1), layers=shared))
+    assert cache.current_size == 12
+    stored: Any = cache.get_single(1)
+    assert stored.layers is not shared
+    assert stored.layers[0] is stored.layers[1]
+
+
+class AttributeDict(dict[str, Any]):
+    """A dict whose items are its attributes."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.__dict__ = self
+
+
+class ListWithAttribute(list[Any]):
+    other: torch.Tensor
+
+
+class CopiesAreSame(EmbeddingResult):
+    def __copy__(self) -> CopiesAreSame:
+        return self
+
+
+class TakesTwo(tuple[Any, ...]):
+    def __new__(cls, one: Any, two: Any) -> TakesTwo:
+        return super().__new__(cls, (one, two))
+
+
+class NotCopyable(list[Any]):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise OSError("it is only here")
+
+
+def list_with_attribute(tensor: torch.Tensor) -> ListWithAttribute:
+    made = ListWithAttribute()
+    made.other = tensor
+    return made
+
+
+# Each holds the tensor, and can't be copied with another in its place.
+REBUILDABLE_NOT: dict[str, Callable[[torch.Tensor], EmbeddingResult]] = {
+    "attributes that are items": lambda t: holding(AttributeDict(a=t)),
+    "attribute of a list": lambda t: holding(list_with_attribute(t)),
+    "key of a dict": lambda t: holding({t: 1}),
+    "copy returns self": lambda t: CopiesAreSame(embedding=t),
+    "tuple with another constructor": lambda t: holding(TakesTwo(t, 1)),
+    "copy raises": lambda t: holding(NotCopyable([t])),
+}
+
+
+def holding(value: Any) -> EmbeddingResult:
+    return Deepstack(embedding=torch.zeros(1), layers=[], extra={"value": value})
+
+
+@pytest.mark.parametrize("kind", REBUILDABLE_NOT)
+def test_what_can_not_be_rebuilt_is_stored_whole_or_refused(kind: str) -> None:
+    cache = MultiModalStaticCache(80)
+    cache.set(1, result(10))
+    cache.set(2, result(5))
+    part = REBUILDABLE_NOT[kind](torch.zeros(100)[:10])
+    before = cache.stats()
+    with pytest.raises(EmbeddingTypeError, match="must be copyable, but"):
+        cache.set(3, part)
+    assert cache.stats() == before
+    assert kept_bytes(part.embedding) == (400 if kind == "copy returns self" else 4)
+
+    whole = REBUILDABLE_NOT[kind](torch.zeros(10))
+    assert cache.set(3, whole)
+    assert cache.get_single(3) is whole
+    assert cache.check() is None
+    assert cache.stats().evictions == 1
+
+
+def test_counters_and_tuples_with_attributes_are_rebuilt() -> None:
+    class TaggedPair(Pair):
+        label: str
+
+    part = torch.arange(100.0)[:10]
+    pair = TaggedPair(part, "x")
+    pair.label = "a cat"
+    value = Deepstack(embedding=torch.zeros(1), layers=[], extra=Counter(a=part), pair=pair)
+    cache = MultiModalStaticCache(1000)
+    assert cache.set(1, value)
+    stored: Any = cache.get_single(1)
+    assert cache.current_size == 44 == recount(cache)
+    assert type(stored.extra) is Counter
+    assert torch.equal(stored.extra["a"], part)
+    assert (type(stored.pair), stored.pair.label) == (TaggedPair, "a cat")
+    assert torch.equal(stored.pair.first, part)
+
+
+def test_a_view_whose_base_was_given_other_memory_lets_that_go() -> None:
+    base = torch.zeros(10)
+    view = base.view(2, 5)
+    base.data = torch.zeros(1000)
+    _, stored = store(view)
+    assert stored is not view
+    assert stored._base is None
+
+
+def test_attributes_and_slots_of_a_tensor_subclass_are_not_kept() -> None:
+    class Slotted(torch.Tensor):
+        __slots__ = ("other",)
+        other: torch.Tensor
+
+    tensor = torch.zeros(10).as_subclass(Slotted)
+    tensor.other = torch.zeros(1000)
+    _, stored = store(tensor)
+    assert stored is not tensor
+    assert not hasattr(stored, "other")
 
 
 @given(

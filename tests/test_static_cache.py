@@ -6,9 +6,11 @@ import copy
 import gc
 import logging
 import pickle
+import random
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -348,8 +350,8 @@ def test_what_on_evict_raises_is_logged_and_swallowed(caplog: pytest.LogCaptureF
     assert cache.set(3, result(20)) is True
     assert heard == [1, 2]
     assert [record.getMessage() for record in caplog.records] == [
-        "on_evict failed for the entry 1",
-        "on_evict failed for the entry 2",
+        "on_evict failed for the key 0x1",
+        "on_evict failed for the key 0x2",
     ]
     assert {record.name for record in caplog.records} == {"multimodal_cache.static_cache"}
     assert "the disk is full" in caplog.text
@@ -486,19 +488,24 @@ def test_check_says_which_promise_is_broken() -> None:
         "MultiModalStaticCache(entries=2, current_size=81, max_size=120) breaks invariant 1: "
     )
     assert "sum" in spoiled
+    assert "sum" in spoil(lambda c: setattr(c, "_current_size", 79))
     assert "from 0 to max_size" in spoil(lambda c: setattr(c, "_max_size", 79))
     negative = spoil(lambda c: c.__dict__.update(_current_size=-1, **negative_charges(c)))
     assert negative.endswith("breaks invariant 1: current_size is from 0 to max_size")
     assert "2: mm_cache holds" in spoil(lambda c: c.mm_cache.pop(1))
     assert "2: mm_cache holds" in spoil(lambda c: c.mm_cache.update({7: result(10)}))
     assert "2: mm_cache holds" in spoil(lambda c: c.mm_cache.update({1: result(10)}))
-    assert "2: items" in spoil(lambda c: c._entries.update({1: (c.mm_cache[1], 40, (1, 2))}))
+    hashes = {(n,): hash((n,)) for n in range(100)}
+    for items in (min(hashes, key=hashes.__getitem__), max(hashes, key=hashes.__getitem__)):
+        entry = partial(lambda items, c: c._entries.update({1: (c.mm_cache[1], 40, items)}), items)
+        assert "2: items" in spoil(entry)
 
     class TwoOrders(OrderedDict[int, EmbeddingResult]):
         def __reversed__(self) -> Any:
             return iter(self)
 
     assert "3: " in spoil(lambda c: setattr(c, "mm_cache", TwoOrders(c.mm_cache)))
+    assert "3: " in spoil(lambda c: setattr(c, "mm_cache", TwoOrders(reversed(c.mm_cache.items()))))
 
 
 # Calling back: a tensor that is dropped may run a finalizer that uses the cache
@@ -547,6 +554,20 @@ def test_what_is_freed_is_dropped_when_the_lock_is_released(drop: Any) -> None:
     cache.set(1, tracked(lambda: held.append(cache._lock._is_owned())))  # type: ignore[attr-defined]
     drop(cache)
     assert held == [False]
+
+
+def test_a_finalizer_sees_a_budget_that_holds_while_the_cache_shrinks() -> None:
+    cache = MultiModalStaticCache(120)
+    checked: list[int] = []
+
+    def check() -> None:
+        cache.check()
+        checked.append(cache.current_size)
+
+    for key in (1, 2, 3):
+        cache.set(key, tracked(check))
+    cache.resize(0)
+    assert checked == [80, 40, 0]
 
 
 def test_a_finalizer_that_refills_the_cache_does_not_push_it_over_its_budget() -> None:
@@ -626,6 +647,58 @@ def test_an_entry_freed_while_it_is_being_evicted_is_not_evicted_twice(meddle: A
     cache.check()
 
 
+def test_a_cache_that_was_cleared_while_it_evicts_has_nothing_to_evict() -> None:
+    class ClearedFirst(Meddling):
+        def __iter__(self) -> Any:
+            self._meddle()
+            return super().__iter__()
+
+    cache = filled(80, 1, 2)
+    cache.mm_cache = ClearedFirst(cache.mm_cache)
+    cache.mm_cache.meddle = cache.clear  # type: ignore[attr-defined]
+    assert cache.set(3, result(10)) is True
+    assert (keys(cache), cache.stats().evictions) == ([3], 0)
+    cache.check()
+
+
+def test_a_cache_that_was_changed_from_outside_says_so_and_does_not_hang() -> None:
+    cache = filled(80, 1, 2)
+    cache.mm_cache.clear()
+    with pytest.raises(RuntimeError, match="^mm_cache was changed from outside"):
+        cache.set(3, result(10))
+
+
+def test_finalizers_that_the_garbage_collector_runs_leave_the_books_right() -> None:
+    cache = MultiModalStaticCache(200)
+    rng = random.Random(0)
+    actions: list[Callable[[], object]] = [
+        lambda: cache.clear(),
+        lambda: cache.free(rng.randrange(9)),
+        lambda: cache.set(rng.randrange(9), result(rng.randrange(30))),
+        lambda: cache.resize(rng.choice([100, 200])),
+        lambda: cache.get_single(rng.randrange(9)),
+    ]
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+            weakref.finalize(self, rng.choice(actions)).atexit = False
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for _ in range(2000):
+            Cycle()
+            cache.set(rng.randrange(9), EmbeddingResult(embedding=torch.zeros(60)[:20]))
+            cache.get([rng.randrange(9)])
+            cache.resize(rng.choice([100, 200]))
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    cache.check()
+    assert recount(cache) == cache.current_size
+
+
 @pytest.mark.parametrize(
     "call",
     [lambda c: c.get([1]), lambda c: c.get_single(1), lambda c: c.set(1, result(1))],
@@ -645,6 +718,34 @@ def test_a_signal_that_raises_just_after_locking_leaves_the_lock_free(call: Any)
     assert lock._is_owned() is False  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    "call",
+    [lambda c: c.get([1]), lambda c: c.get_single(1), lambda c: c.set(1, result(1))],
+    ids=["get", "get_single", "set"],
+)
+def test_a_signal_that_raises_while_waiting_for_the_lock_is_what_the_caller_sees(call: Any) -> None:
+    cache = filled(80, 1)
+    lock = cache._lock
+
+    def interrupted() -> bool:
+        raise KeyboardInterrupt
+
+    cache._lock = SimpleNamespace(acquire=interrupted, release=lock.release)  # type: ignore
+    with pytest.raises(KeyboardInterrupt):
+        call(cache)
+
+
+def test_the_lookup_of_a_combined_key_is_not_diverted_by_a_subclass() -> None:
+    class FallsBack(MultiModalStaticCache):
+        def get(self, mm_hashes: Any, combined_hash: int | None = None) -> EmbeddingResult | None:
+            return self.get_single(self.combine_hashes(mm_hashes))
+
+    cache = FallsBack(80)
+    cache.set(ONE, result(10))
+    assert cache.get([5]) is not None
+    assert cache.get([5 + WRAP]) is None
+
+
 # Out of memory
 
 
@@ -656,6 +757,26 @@ def test_running_out_of_memory_is_a_warning_and_false(caplog: pytest.LogCaptureF
     assert (keys(cache), cache.stats().rejections) == ([1], 1)
     assert "an embedding of 1125899906842624 bytes was not cached" in caplog.text
     cache.check()
+
+
+def test_nothing_is_logged_under_the_lock() -> None:
+    """A log handler may take its time, or a lock of its own."""
+    held: list[bool] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            held.append(cache._lock._is_owned())  # type: ignore[attr-defined]
+
+    cache = filled(2**50, on_evict=lambda key, value: raise_(OSError()))
+    logger, handler = logging.getLogger("multimodal_cache"), Handler()
+    logger.addHandler(handler)
+    try:
+        cache.set(1, EmbeddingResult(embedding=torch.zeros(1).expand(2**48)))
+        cache.set(2, result(1))
+        cache.resize(0)
+    finally:
+        logger.removeHandler(handler)
+    assert held == [False, False]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA"), RuntimeError("out of memory")])

@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints the message and exits with status 2."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {' '.join(message.splitlines())}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -157,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--requests",
-        type=_positive_int,
+        type=_number_of_requests,
         default=40,
         metavar="N",
         help="how many to serve (default: 40)",
@@ -180,15 +180,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive_int(text: str) -> int:
-    if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+def _number_of_requests(text: str) -> int:
+    if not (text.isdecimal() and len(text) <= 6 and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 999999, got {text!r}")
     return int(text)
 
 
 def _seed(text: str) -> int:
-    if not (text.isdecimal() and int(text) < 2**63):
-        raise argparse.ArgumentTypeError(f"expected a whole number below 2**63, got {text!r}")
+    if not (text.isdecimal() and len(text) <= 9):
+        raise argparse.ArgumentTypeError(f"expected a whole number to 999999999, got {text!r}")
     return int(text)
 
 
@@ -197,8 +197,8 @@ def _mebibytes(text: str) -> int:
         size = float(text)
     except ValueError:
         size = math.nan
-    if not (math.isfinite(size) and size >= 0):
-        raise argparse.ArgumentTypeError(f"expected a number of MiB, 0 or more, got {text!r}")
+    if not 0 <= size <= 2**40:
+        raise argparse.ArgumentTypeError(f"expected MiB, from 0 to 2**40, got {text!r}")
     return int(size * MIB)
 
 

@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -42,27 +42,30 @@ def plan_ownership(result: Any, *, copy_all: bool) -> tuple[int, Replacements]:
 
     Raises:
         EmbeddingTypeError: ``result`` isn't such an object, or has a tensor whose memory
-            can't be counted.
+            can't be counted, or can't be rebuilt with other tensors where it must be.
     """
-    nbytes = 0
+    total = 0
     replacements: Replacements = {}
+    kept = set()
     tensors = _tensors(result)
-    kept: set[tuple[torch.device, int]] | None = set() if len(tensors) > 1 else None
     for tensor in tensors:
         storage = _countable_storage(tensor)
-        if copy_all or not _is_all_of_an_allocation(tensor, storage):
+        nbytes = tensor.nbytes
+        if copy_all or not _is_whole_allocation(storage, nbytes):
             _require_readable(tensor, storage)
             replacements[id(tensor)] = functools.partial(_copy, tensor)
         else:
             if _keeps_more_than_storage(tensor):
                 replacements[id(tensor)] = tensor.detach
-            if kept is not None:
+            if len(tensors) > 1:
                 memory = (storage.device, storage.data_ptr())
                 if memory in kept:
                     continue
                 kept.add(memory)
-        nbytes += tensor.nbytes
-    return nbytes, replacements
+        total += nbytes
+    if replacements:
+        _rehearse(result, replacements)
+    return total, replacements
 
 
 def replace_tensors(result: T, replacements: Replacements) -> T:
@@ -72,12 +75,15 @@ def replace_tensors(result: T, replacements: Replacements) -> T:
         RuntimeError: Torch could not copy a tensor, for want of memory perhaps.
     """
     new = {key: replacement() for key, replacement in replacements.items()}
-    return _map_attributes(lambda tensor: new.get(id(tensor), tensor), result)
+    return _rebuild_record(result, new, {})
 
 
 def _get_tensor_size(tensor: torch.Tensor) -> int:
     """Returns the bytes of a tensor's elements: element size times number of elements."""
     return tensor.element_size() * tensor.numel()
+
+
+# One tensor
 
 
 def _countable_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
@@ -101,25 +107,34 @@ def _countable_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     )
 
 
-def _is_all_of_an_allocation(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether the tensor fills its storage, and the storage is all of an allocation of torch.
+def _is_whole_allocation(storage: torch.UntypedStorage, nbytes: int) -> bool:
+    """Whether a tensor of so many bytes fills its storage, and that is an allocation of torch.
 
     A storage that isn't resizable is a window on memory that came from elsewhere (NumPy,
     DLPack, a mapped file): how much of it stays alive with the window is unknown.
     """
     return (
-        storage.nbytes() == tensor.nbytes
+        storage.nbytes() == nbytes
         and storage.resizable()
-        and not (storage.is_shared() and tensor.device.type == "cpu")  # CUDA's always is
+        and not (storage.is_shared() and storage.device.type == "cpu")  # CUDA's always is
     )
 
 
 def _keeps_more_than_storage(tensor: torch.Tensor) -> bool:
-    """Whether a graph, a gradient or Python attributes hang on the tensor."""
+    """Whether a graph, a gradient or Python attributes hang on the tensor.
+
+    A view made under ``no_grad`` has none of them itself, but the tensor that it was made
+    from may, and that may have been given another storage since.
+    """
     if tensor.requires_grad or tensor.grad is not None or tensor.__dict__:
         return True
-    base = tensor._base  # a view made under no_grad has none of them, but this may
-    return base is not None and _keeps_more_than_storage(base)
+    if type(tensor) is not torch.Tensor and _attributes(tensor):
+        return True
+    base = tensor._base
+    return base is not None and (
+        _keeps_more_than_storage(base)
+        or base.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+    )
 
 
 def _require_readable(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
@@ -144,80 +159,153 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
         return as_bytes.clone(memory_format=torch.contiguous_format).view(source.dtype)
 
 
+# All the tensors of a result
+
+
 def _tensors(result: Any) -> Collection[torch.Tensor]:
     """Returns the distinct tensors of a result."""
-    attributes = result.__dict__ if type(result) is EmbeddingResult else _attributes(result)
+    if type(result) is EmbeddingResult:
+        attributes = result.__dict__
+    elif isinstance(result, (list, tuple, dict, type)):
+        attributes = {}
+    else:
+        attributes = _attributes(result)
     embedding = attributes.get("embedding")
-    if not isinstance(embedding, torch.Tensor) or isinstance(result, (list, tuple, dict)):
+    if not isinstance(embedding, torch.Tensor):
         raise EmbeddingTypeError(
-            "embedding must be an EmbeddingResult, or another object that holds a tensor in "
-            f"its own attribute 'embedding', got {_describe(result)}"
+            "embedding must be an EmbeddingResult, or another object with a tensor in its "
+            f"own attribute 'embedding' (no property, no container), got {_describe(result)}"
         )
     if len(attributes) == 1:
         return (embedding,)
-    found: dict[int, torch.Tensor] = {}
-    try:
-        _map_attributes(lambda tensor: found.setdefault(id(tensor), tensor), result)
-    except RecursionError:
-        raise EmbeddingTypeError(
-            f"the fields of an embedding must not contain themselves, got {type(result).__name__}"
-        ) from None
-    return found.values()
+    return {id(tensor): tensor for tensor in _find_tensors(result)}.values()
 
 
 def _describe(result: Any) -> str:
     name = type(result).__name__
-    if not hasattr(result, "embedding"):
+    if not isinstance(result, EmbeddingResult):
         return name
-    return f"{name} with an embedding of type {type(result.embedding).__name__}"
+    return f"{name} with {type(vars(result).get('embedding')).__name__} there"
 
 
-def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Puts ``function(tensor)`` for each tensor in a value; returns the value if none changed."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    rebuild: Callable[[Any, list[Any]], Any]
+def _find_tensors(result: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in a result, in no order and perhaps more than once."""
+    seen = set()
+    ahead = list(_attributes(result).values())
+    while ahead:
+        value = ahead.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            ahead += _parts(value)
+
+
+def _parts(value: Any) -> list[Any]:
+    """Returns what a container holds; nothing for what isn't one of those looked into."""
     if isinstance(value, dict):
-        old, rebuild = list(value.values()), _rebuild_dict
+        parts = [*value, *value.values()]
     elif isinstance(value, (list, tuple)):
-        old, rebuild = list(value), _rebuild_sequence
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_attributes(function, value)
+        parts = list(value)
+    elif _is_dataclass_instance(value):
+        parts = []
     else:
+        return []
+    if type(value) not in (dict, list, tuple):
+        parts += _attributes(value).values()
+    return parts
+
+
+def _rehearse(result: Any, replacements: Replacements) -> None:
+    """Refuses a result that can't be rebuilt, before anything is evicted for it."""
+    stand_in = torch.empty(0)
+    try:
+        twin = _rebuild_record(result, dict.fromkeys(replacements, stand_in), {})
+    except Exception as error:
+        raise EmbeddingTypeError(
+            f"a {type(result).__name__} with a tensor that must be copied or detached must be "
+            f"copyable, but to copy it failed: {type(error).__name__}: {error}"
+        ) from error
+    left = [tensor for tensor in _find_tensors(twin) if id(tensor) in replacements]
+    if left or type(twin) is not type(result):
+        raise EmbeddingTypeError(
+            f"a {type(result).__name__} with a tensor that must be copied or detached must be "
+            "copyable, but its copy is of another type or still holds that tensor"
+        )
+
+
+def _rebuild(value: Any, new: dict[int, torch.Tensor], done: dict[int, Any]) -> Any:
+    """Returns a value with new tensors in it; the value itself where there are none.
+
+    Args:
+        value: Anything.
+        new: The new tensors, by the ids of those that they replace.
+        done: What was rebuilt before, by id, so that what stands twice is rebuilt once.
+    """
+    if isinstance(value, torch.Tensor):
+        return new.get(id(value), value)
+    if id(value) not in done:
+        if isinstance(value, dict):
+            rebuilt = _rebuild_dict(value, new, done)
+        elif isinstance(value, (list, tuple)):
+            rebuilt = _rebuild_sequence(value, new, done)
+        elif _is_dataclass_instance(value):
+            rebuilt = _rebuild_record(value, new, done)
+        else:
+            return value
+        done[id(value)] = rebuilt
+    return done[id(value)]
+
+
+def _rebuild_record(record: T, new: dict[int, torch.Tensor], done: dict[int, Any]) -> T:
+    twin = record
+    for name, old in _attributes(record).items():
+        value = _rebuild(old, new, done)
+        if value is not old:
+            if twin is record:
+                twin = _shallow_copy(record)
+            try:
+                setattr(twin, name, value)
+            except AttributeError:
+                object.__setattr__(twin, name, value)  # a frozen dataclass has no other way
+    return twin
+
+
+def _rebuild_dict(value: dict[Any, Any], new: dict[int, torch.Tensor], done: dict[int, Any]) -> Any:
+    twin = value
+    for key, old in value.items():
+        item = _rebuild(old, new, done)
+        if item is not old:
+            if twin is value:
+                twin = _shallow_copy(value)
+            twin[key] = item
+    return twin
+
+
+def _rebuild_sequence(value: Any, new: dict[int, torch.Tensor], done: dict[int, Any]) -> Any:
+    items = [_rebuild(item, new, done) for item in value]
+    if all(item is old for item, old in zip(items, value, strict=True)):
         return value
-    new = [_map_tensors(function, item) for item in old]
-    return value if _same_objects(old, new) else rebuild(value, new)
-
-
-def _map_attributes(function: Callable[[torch.Tensor], torch.Tensor], record: T) -> T:
-    old = _attributes(record)
-    new = {name: _map_tensors(function, value) for name, value in old.items()}
-    if _same_objects(old.values(), new.values()):
-        return record
-    twin = copy.copy(record)
-    for name, value in new.items():
-        if value is not old[name]:
-            object.__setattr__(twin, name, value)  # a frozen dataclass has no other way
-    return twin
-
-
-def _same_objects(old: Iterable[object], new: Iterable[object]) -> bool:
-    return all(a is b for a, b in zip(old, new, strict=True))
-
-
-def _rebuild_dict(value: dict[Any, Any], items: list[Any]) -> dict[Any, Any]:
-    twin = copy.copy(value)
-    twin.update(zip(value, items, strict=True))
-    return twin
-
-
-def _rebuild_sequence(value: Any, items: list[Any]) -> Any:
     if isinstance(value, list):
-        twin = copy.copy(value)
+        twin = _shallow_copy(value)
         twin[:] = items
         return twin
     make = getattr(value, "_make", type(value))  # a named tuple's constructor takes its fields
-    return make(items)
+    twin = make(items)
+    if getattr(value, "__dict__", None):
+        vars(twin).update(vars(value))
+    return twin
+
+
+def _shallow_copy(value: T) -> T:
+    twin = copy.copy(value)
+    if twin is value:
+        raise TypeError(f"copy.copy returns a {type(value).__name__} itself")
+    return twin
+
+
+def _is_dataclass_instance(value: object) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _attributes(record: object) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeVar
 
@@ -50,12 +50,16 @@ class CombinedHash(int):
     Raises:
         TypeError: An item isn't an int, or is itself a ``CombinedHash``, whose own items
             would then be hidden from the comparison.
+        ValueError: There are no items; ``combine_hashes`` returns None for that.
     """
 
     _mm_hashes: tuple[int, ...]
 
     def __new__(cls, mm_hashes: Iterable[SupportsIndex]) -> CombinedHash:  # noqa: D102
-        return cls._of(tuple([_single_key(item) for item in _ordered_items(mm_hashes)]))
+        items = tuple([_single_key(item) for item in _ordered_items(mm_hashes)])
+        if not items:
+            raise ValueError("mm_hashes must hold an item or more, got none")
+        return cls._of(items)
 
     @classmethod
     def _of(cls, items: tuple[int, ...]) -> CombinedHash:
@@ -188,11 +192,15 @@ def _single_key(item: Any) -> int:
 
 def _ordered_items(mm_hashes: Iterable[T]) -> tuple[T, ...]:
     """Returns the items; refuses text and bytes, which are no lists, and sets, without order."""
-    if isinstance(mm_hashes, (list, tuple)) or (
-        isinstance(mm_hashes, Iterable)
-        and not isinstance(mm_hashes, (str, bytes, bytearray, set, frozenset, dict))
-    ):
+    if isinstance(mm_hashes, (list, tuple)):
         return tuple(mm_hashes)
+    if not isinstance(mm_hashes, (str, bytes, bytearray, set, frozenset, Mapping)):
+        try:
+            iterator = iter(mm_hashes)
+        except TypeError:
+            pass
+        else:
+            return tuple(iterator)
     raise TypeError(
         "mm_hashes must be a list of ints or another ordered iterable, "
         f"got {type(mm_hashes).__name__}"

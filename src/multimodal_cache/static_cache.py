@@ -32,6 +32,10 @@ _Items = tuple[int, ...] | None  # what a key says that it stands for; a plain i
 _Entry = tuple[EmbeddingResult, int, _Items]  # the result, the bytes it is charged, its items
 
 
+class _OutOfMemoryError(Exception):
+    """There was no memory for the copy that an entry needs."""
+
+
 class MultiModalStaticCache(MultimodalCache):
     """Keeps encoder outputs under integer keys, least recently used first out, within a budget.
 
@@ -105,8 +109,10 @@ class MultiModalStaticCache(MultimodalCache):
         self._evictions = self._evicted_bytes = self._rejections = self._collisions = 0
         self._lock = threading.RLock()
 
-    # `get`, `get_single` and `set` acquire and release the lock by hand: on Python 3.11 that
-    # takes half as long as `with`, and it is most of what they add to the reference's time.
+    # `get`, `get_single` and `set` take the lock by hand: on Python 3.11 that costs half as much
+    # as `with`, and the lock is most of what they add to the reference's time. A signal handler
+    # may raise (Ctrl-C) while they wait for it, and then it isn't theirs to release; or just
+    # after they took it. So they take it inside the `try`, and release it if they have it.
 
     @property
     def current_size(self) -> int:
@@ -159,7 +165,7 @@ class MultiModalStaticCache(MultimodalCache):
         key = hash(items)
         lock = self._lock
         try:
-            lock.acquire()  # inside, since a signal handler may raise as soon as it is taken
+            lock.acquire()
             entry = self._entries.get(key)
             if entry is None:
                 self._misses += 1
@@ -174,7 +180,10 @@ class MultiModalStaticCache(MultimodalCache):
         except KeyError:
             pass  # a finalizer has freed the entry since: the garbage collector runs anywhere
         finally:
-            lock.release()
+            try:
+                lock.release()
+            except RuntimeError:
+                pass
         return result
 
     def get_single(self, mm_hash: SupportsIndex | None) -> EmbeddingResult | None:
@@ -189,11 +198,11 @@ class MultiModalStaticCache(MultimodalCache):
         if type(mm_hash) is not int:
             key, items = split_key(mm_hash)
             if key is None or items is not None:
-                return self.get(items)
+                return MultiModalStaticCache.get(self, items)
             mm_hash = key
         lock = self._lock
         try:
-            lock.acquire()  # as in get
+            lock.acquire()
             result = self.mm_cache.get(mm_hash)
             if result is None:
                 self._misses += 1
@@ -203,7 +212,10 @@ class MultiModalStaticCache(MultimodalCache):
         except KeyError:
             pass
         finally:
-            lock.release()
+            try:
+                lock.release()
+            except RuntimeError:
+                pass
         return result
 
     def set(
@@ -249,12 +261,12 @@ class MultiModalStaticCache(MultimodalCache):
         if key is None:
             return False
         evicted: list[tuple[int, EmbeddingResult]] = []
-        lock = self._lock
         try:
-            lock.acquire()  # as in get
             return self._admit(key, items, embedding, nbytes, replacements, generation, evicted)
+        except _OutOfMemoryError as error:
+            logger.warning("an embedding of %d bytes was not cached: %s", nbytes, error)
+            return False
         finally:
-            lock.release()
             self._report(evicted)
 
     def has(self, mm_hash: SupportsIndex | None) -> bool:
@@ -318,9 +330,9 @@ class MultiModalStaticCache(MultimodalCache):
         evicted: list[tuple[int, EmbeddingResult]] = []
         try:
             with self._lock:
-                self._max_size = max_size
-                while self._current_size > self._max_size:
+                while self._current_size > max_size:
                     self._evict_oldest(evicted)
+                self._max_size = max_size
         finally:
             self._report(evicted)
 
@@ -396,39 +408,58 @@ class MultiModalStaticCache(MultimodalCache):
         generation: int | None,
         evicted: list[tuple[int, EmbeddingResult]],
     ) -> bool:
-        """Takes an entry through steps 1 to 4 of its life, one step a turn.
+        """Takes an entry through steps 1 to 4 of its life, under the lock, one step a turn.
 
-        To drop an entry or to copy a tensor can run finalizers that call back in here. So
-        each turn looks at everything anew, and the last one calls nothing between its look
-        and its insertion.
+        To drop an entry or to copy a tensor can run finalizers that call back in here, and the
+        garbage collector can run some wherever something is allocated. So each turn looks at
+        everything anew, and the last one neither calls nor allocates between its look and its
+        insertion.
         """
-        while True:
-            collides = self._collides(key, items)
-            if generation is not None and generation != self._generation:
-                return False
-            if key in self._entries and not collides:
-                self.mm_cache.move_to_end(key)
-                return True
-            self._collisions += collides
-            if nbytes > self._max_size:
-                self._rejections += 1
-                return False
-            if collides:
-                self._remove(key)
-            elif self._current_size + nbytes > self._max_size:
-                self._evict_oldest(evicted)
-            elif replacements:
-                owned = _try_to_own(result, replacements, nbytes)
-                if owned is None:
+        lock = self._lock
+        try:
+            lock.acquire()
+            while True:
+                entry = (result, nbytes, items)
+                collides = self._collides(key, items)
+                if generation is not None and generation != self._generation:
+                    return False
+                if key in self._entries and not collides:
+                    self.mm_cache.move_to_end(key)
+                    return True
+                self._collisions += collides
+                if nbytes > self._max_size:
                     self._rejections += 1
                     return False
-                result, replacements = owned, {}
-            else:
-                self.mm_cache[key] = result
-                self._entries[key] = (result, nbytes, items)
-                self._current_size += nbytes
-                self._insertions += 1
-                return True
+                if collides:
+                    self._remove(key)
+                elif self._current_size + nbytes > self._max_size:
+                    self._evict_oldest(evicted)
+                elif replacements:
+                    result = self._own(result, replacements)
+                    replacements = {}
+                else:
+                    self.mm_cache[key] = result
+                    self._entries[key] = entry
+                    self._current_size += nbytes
+                    self._insertions += 1
+                    return True
+        finally:
+            try:
+                lock.release()
+            except RuntimeError:
+                pass
+
+    def _own(self, result: EmbeddingResult, replacements: Replacements) -> EmbeddingResult:
+        """Replaces tensors; counts a rejection if there is no memory for them."""
+        try:
+            return replace_tensors(result, replacements)
+        except RuntimeError as error:
+            # Only CUDA's error has a type of its own; the CPU allocator says it in words.
+            words = ("you tried to allocate", "out of memory")
+            if isinstance(error, torch.OutOfMemoryError) or any(w in str(error) for w in words):
+                self._rejections += 1
+                raise _OutOfMemoryError(error) from error
+            raise
 
     def _collides(self, key: int, items: _Items) -> bool:
         """Whether the entry under this key is known to stand for other items."""
@@ -436,13 +467,13 @@ class MultiModalStaticCache(MultimodalCache):
         known = entry[2] if entry is not None else None
         return known != items and known is not None and items is not None
 
-    def _remove(self, key: int | None) -> _Entry | None:
+    def _remove(self, key: int) -> _Entry | None:
         """Takes an entry out of the books and returns it.
 
         Nothing is called and nothing dropped in here, so nothing calls back while the books
         disagree: the caller drops the entry.
         """
-        if key is None or key not in self._entries:
+        if key not in self._entries:
             return None
         entry = self._entries[key]
         del self._entries[key]
@@ -452,9 +483,14 @@ class MultiModalStaticCache(MultimodalCache):
 
     def _evict_oldest(self, evicted: list[tuple[int, EmbeddingResult]]) -> None:
         """Evicts one entry, and adds it to ``evicted`` if somebody wants to hear of it."""
-        key = next(iter(self.mm_cache), None)
+        for key in self.mm_cache:  # noqa: B007 - next(iter()) would let finalizers in between
+            break
+        else:
+            if self._current_size:
+                raise RuntimeError("mm_cache was changed from outside; it is to be read only")
+            return
         entry = self._remove(key)
-        if key is None or entry is None:
+        if entry is None:
             return  # a finalizer was faster
         result, nbytes, items = entry
         self._evictions += 1
@@ -469,7 +505,7 @@ class MultiModalStaticCache(MultimodalCache):
             try:
                 self._on_evict(mm_hash, result)
             except Exception:
-                logger.exception("on_evict failed for the entry %d", mm_hash)
+                logger.exception("on_evict failed for the key %#x", mm_hash)
 
 
 def _as_size(max_size: object) -> int:
@@ -477,20 +513,3 @@ def _as_size(max_size: object) -> int:
     if size < 0:
         raise ValueError(f"max_size must be 0 or more bytes, got {size}")
     return size
-
-
-def _try_to_own(
-    result: EmbeddingResult, replacements: Replacements, nbytes: int
-) -> EmbeddingResult | None:
-    """Replaces tensors; returns None and warns if there is no memory for them."""
-    try:
-        return replace_tensors(result, replacements)
-    except RuntimeError as error:
-        # Only CUDA's error has a type of its own; the CPU allocator says it in words.
-        words = ("you tried to allocate", "out of memory")
-        if not isinstance(error, torch.OutOfMemoryError) and not any(
-            w in str(error) for w in words
-        ):
-            raise
-        logger.warning("an embedding of %d bytes was not cached: %s", nbytes, error)
-        return None

@@ -28,9 +28,9 @@ def find_images(folder: Path) -> list[Path]:
         import PIL  # noqa: F401
     except ImportError:
         raise ImageError("--images needs Pillow: pip install pillow") from None
-    if not folder.is_dir():
-        raise ImageError(f"--images: expected a folder, got {folder}")
     try:
+        if not folder.is_dir():
+            raise ImageError(f"--images: expected a folder, got {folder}")
         paths = sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES and p.is_file())
     except OSError as error:
         raise ImageError(f"--images: can't read {folder}: {error.strerror}") from error
@@ -63,6 +63,8 @@ def _read_image(path: Path) -> torch.Tensor:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # large photographs and odd palettes are no errors
             with Image.open(path) as image:
+                if image.mode.startswith("I"):  # 16 bits a pixel, which convert() would clip
+                    image = image.point(lambda value: value * (1 / 256)).convert("L")
                 small = image.convert("RGBA").convert("RGB").resize((IMAGE_SIZE, IMAGE_SIZE))
     except Exception as error:  # a broken file can raise nearly anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -33,13 +33,13 @@ class Run:
         encoder_calls: How often the encoder ran, on the images of one request each time.
         images_encoded: The images that it got.
         seconds: The time in the encoder and, with a cache, in hashing and the cache.
-        outputs: The embeddings that each distinct request got.
+        outputs: The embeddings that each distinct list of images got, by their keys.
     """
 
     encoder_calls: int
     images_encoded: int
     seconds: float
-    outputs: dict[Request, torch.Tensor]
+    outputs: dict[tuple[int, ...], torch.Tensor]
 
 
 def plan_requests(count: int, num_images: int, seed: int) -> list[Request]:
@@ -80,14 +80,14 @@ class Server:
         """Serves requests, encoding for each."""
         seconds = 0.0
         calls = images = 0
-        outputs: dict[Request, torch.Tensor] = {}
+        outputs: dict[tuple[int, ...], torch.Tensor] = {}
         for request in requests:
             began = self._clock()
             embedding = self.encode(request)
             seconds += self._clock() - began
             calls += 1
             images += len(request)
-            outputs.setdefault(request, embedding)
+            outputs.setdefault(tuple(self._mm_hashes(request)), embedding)
         return Run(calls, images, seconds, outputs)
 
     def run_cached(self, requests: Iterable[Request], cache: MultiModalStaticCache) -> Run:
@@ -98,10 +98,10 @@ class Server:
         """
         seconds = 0.0
         calls = images = 0
-        outputs: dict[Request, torch.Tensor] = {}
+        outputs: dict[tuple[int, ...], torch.Tensor] = {}
         for request in requests:
             began = self._clock()
-            mm_hashes = [self._mm_hash(index) for index in request]
+            mm_hashes = self._mm_hashes(request)
             result = cache.get(mm_hashes)
             hit = result is not None
             if result is None:
@@ -111,13 +111,14 @@ class Server:
                 images += len(request)
             seconds += self._clock() - began
             if not hit:
-                outputs[request] = result.embedding.clone()
-            elif not torch.equal(result.embedding, outputs[request]):
+                outputs[tuple(mm_hashes)] = result.embedding.clone()
+            elif not torch.equal(result.embedding, outputs[tuple(mm_hashes)]):
                 raise WrongEmbeddingError(f"a hit differs from what was encoded for {request}")
         return Run(calls, images, seconds, outputs)
 
-    def _mm_hash(self, index: int) -> int:
-        return int.from_bytes(hashlib.sha256(self._images[index].numpy().data).digest(), "big")
+    def _mm_hashes(self, request: Request) -> list[int]:
+        pixels = (self._images[index].numpy().data for index in request)
+        return [int.from_bytes(hashlib.sha256(image).digest(), "big") for image in pixels]
 
     def _clock(self) -> float:
         if self._device.type == "cuda":
@@ -132,8 +133,8 @@ def largest_difference(one: Run, other: Run) -> float:
         WrongEmbeddingError: They differ by more than batched arithmetic does.
     """
     difference = max(
-        (one.outputs[request] - other.outputs[request]).abs().max().item()
-        for request in one.outputs
+        (one.outputs[mm_hashes] - other.outputs[mm_hashes]).abs().max().item()
+        for mm_hashes in one.outputs
     )
     if not difference <= TOLERANCE:
         raise WrongEmbeddingError(f"the runs with and without the cache differ by {difference}")
