@@ -8,7 +8,7 @@ from typing import Any
 import peers
 import torch
 
-from multimodal_cache import EmbeddingResult, MultiModalStaticCache
+from multimodal_cache import CacheStats, EmbeddingResult, MultiModalStaticCache
 
 REFERENCE = peers.load_reference()
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -59,3 +59,12 @@ def filled(max_size: int, *mm_hashes: int, **options: Any) -> MultiModalStaticCa
     for mm_hash in mm_hashes:
         assert cache.set(mm_hash, result(10))
     return cache
+
+
+def deltas(before: CacheStats, after: CacheStats) -> dict[str, int]:
+    """The counters that moved, and by how much."""
+    names = [
+        "hits", "misses", "insertions", "evictions", "evicted_bytes", "rejections", "collisions",
+    ]  # fmt: skip
+    moved = {name: getattr(after, name) - getattr(before, name) for name in names}
+    return {name: by for name, by in moved.items() if by}

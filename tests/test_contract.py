@@ -8,6 +8,8 @@ the other, or the same by now.
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from collections import OrderedDict
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -311,13 +313,30 @@ def test_in_the_reference_it_keeps_it() -> None:
     assert cache.get_single(1).embedding.grad_fn is not None
 
 
+@differs
 def test_ours_accepts_results_of_the_reference() -> None:
     @dataclass(kw_only=True)
-    class Foreign:
-        embedding: torch.Tensor
+    class WithFrames(REFERENCE.EmbeddingResult):
+        num_tokens_per_frame: list[int]
 
     cache = ours.MultiModalStaticCache(1000)
-    value = Foreign(embedding=torch.zeros(10))
-    assert cache.set(1, value) is True
-    assert cache.get_single(1) is value
-    assert recount(cache) == cache.current_size == 40
+    whole = make(REFERENCE, 10)
+    assert cache.set(1, whole) is True
+    assert cache.get_single(1) is whole
+    part = WithFrames(embedding=torch.zeros(30)[:10], num_tokens_per_frame=[3, 7])
+    assert cache.set(2, part) is True
+    stored = cache.get_single(2)
+    assert type(stored) is WithFrames
+    assert stored.num_tokens_per_frame == [3, 7]
+    assert recount(cache) == cache.current_size == 80
+
+
+def test_assertions_do_not_vanish_under_optimisation() -> None:
+    code = (
+        "import torch, multimodal_cache as m\n"
+        "cache = m.MultiModalStaticCache(100)\n"
+        "try: cache.set(1, torch.zeros(3))\n"
+        "except AssertionError as error: print(type(error).__name__, len(cache))"
+    )
+    shown = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True)
+    assert (shown.returncode, shown.stdout) == (0, "EmbeddingTypeError 0\n")

@@ -57,7 +57,7 @@ def plan_ownership(result: Any, *, copy_all: bool) -> tuple[int, Replacements]:
         else:
             if _keeps_more_than_storage(tensor):
                 replacements[id(tensor)] = tensor.detach
-            if len(tensors) > 1:
+            if len(tensors) > 1:  # one has nothing to share with; sets are slow
                 memory = (storage.device, storage.data_ptr())
                 if memory in kept:
                     continue
@@ -76,11 +76,6 @@ def replace_tensors(result: T, replacements: Replacements) -> T:
     """
     new = {key: replacement() for key, replacement in replacements.items()}
     return _rebuild_record(result, new, {})
-
-
-def _get_tensor_size(tensor: torch.Tensor) -> int:
-    """Returns the bytes of a tensor's elements: element size times number of elements."""
-    return tensor.element_size() * tensor.numel()
 
 
 # One tensor
@@ -167,7 +162,7 @@ def _tensors(result: Any) -> Collection[torch.Tensor]:
     if type(result) is EmbeddingResult:
         attributes = result.__dict__
     elif isinstance(result, (list, tuple, dict, type)):
-        attributes = {}
+        attributes = {}  # what they hold beside their attributes would go uncounted
     else:
         attributes = _attributes(result)
     embedding = attributes.get("embedding")
@@ -322,5 +317,6 @@ def _slots(cls: type) -> tuple[str, ...]:
         name
         for base in cls.__mro__
         for name, member in vars(base).items()
-        if isinstance(member, types.MemberDescriptorType) and name != "__dict__"
+        if isinstance(member, types.MemberDescriptorType)
+        and name != "__dict__"  # SimpleNamespace's is a member too
     )

@@ -41,8 +41,8 @@ class CombinedHash(int):
 
     Its value is exactly ``hash(tuple(mm_hashes))``, and it compares, hashes, prints and
     formats as that int. ``hash`` of a tuple collides by construction (``hash(-1) ==
-    hash(-2)``, and ints wrap at ``2**61 - 1``), so a cache that is handed the items beside
-    the hash can tell two lists apart that share it.
+    hash(-2)``, and ints wrap at ``2**61 - 1``), so a cache that keeps the items can tell
+    apart two lists that share a hash.
 
     Args:
         mm_hashes: The keys of the single items, in the order in which the model sees them.
@@ -129,7 +129,7 @@ class MultimodalCache(abc.ABC):
 
     @abc.abstractmethod
     def available_size(self) -> int:
-        """Returns the number of entries, whatever the name suggests; so in the reference."""
+        """Returns the number of entries, despite its name, as in the reference."""
 
 
 def split_key(mm_hash: SupportsIndex | None) -> tuple[int | None, tuple[int, ...] | None]:
@@ -191,7 +191,7 @@ def _single_key(item: Any) -> int:
 
 
 def _ordered_items(mm_hashes: Iterable[T]) -> tuple[T, ...]:
-    """Returns the items; refuses text and bytes, which are no lists, and sets, without order."""
+    """Returns the items; refuses text, which isn't a list of keys, and sets, without order."""
     if isinstance(mm_hashes, (list, tuple)):
         return tuple(mm_hashes)
     if not isinstance(mm_hashes, (str, bytes, bytearray, set, frozenset, Mapping)):

@@ -10,12 +10,7 @@ from typing import NoReturn, SupportsIndex
 
 import torch
 
-from multimodal_cache._ownership import (
-    Replacements,
-    plan_ownership,
-    replace_tensors,
-)
-from multimodal_cache._ownership import _get_tensor_size as _get_tensor_size
+from multimodal_cache._ownership import Replacements, plan_ownership, replace_tensors
 from multimodal_cache.base import (
     CombinedHash,
     EmbeddingResult,
@@ -32,30 +27,38 @@ _Items = tuple[int, ...] | None  # what a key says that it stands for; a plain i
 _Entry = tuple[EmbeddingResult, int, _Items]  # the result, the bytes it is charged, its items
 
 
+def _get_tensor_size(embedding: torch.Tensor) -> int:
+    """Returns the bytes of a tensor's elements: element size times number of elements."""
+    return embedding.element_size() * embedding.numel()
+
+
 class _OutOfMemoryError(Exception):
-    """There was no memory for the copy that an entry needs."""
+    """There was no memory for the copy that an entry needs; says why to ``set`` alone."""
 
 
 class MultiModalStaticCache(MultimodalCache):
-    """Keeps encoder outputs under integer keys, least recently used first out, within a budget.
+    """Keeps encoder outputs under integer keys, within a budget of bytes, least recent out first.
 
-    A drop-in for SGLang's class of the same name. The life of an entry:
+    A drop-in for SGLang's class of the same name, with the differences that the README lists.
+    An empty cache is falsy, as there: test a cache with ``is not None``.
+
+    The life of an entry:
 
     1. ``set`` measures what storing the value will keep alive. A value larger than the budget
        is refused here, and nothing else happens.
     2. The least recent entries are evicted, no more of them than needed.
     3. The entry is made to own its memory: slices, expanded tensors and memory that torch did
-       not allocate are copied, graphs are cut off. Anything else is stored as it is.
+       not allocate are copied, autograd graphs are detached. Anything else is stored as it is.
     4. It is inserted as the most recent entry, and charged the bytes it keeps alive.
     5. ``get``, ``get_single`` and a repeated ``set`` make it most recent again.
     6. It leaves by eviction, ``free``, ``clear``, ``resize``, or because ``set`` met another
        list of items under the same combined hash. The bytes of step 4 are given back.
 
-    What holds after every public call on every thread, and what ``check`` verifies:
+    What holds after every public call on every thread:
 
     1. ``current_size`` is the sum of the bytes recorded for the entries, at most ``max_size``.
     2. The bytes recorded for an entry are those that it keeps alive at admission, each
-       storage once.
+       storage once. (A storage that two entries share is charged to both.)
     3. The order of ``mm_cache`` is the order of last use.
 
     Keys: an int of any width, NumPy integers included. A ``CombinedHash`` also says which
@@ -64,15 +67,24 @@ class MultiModalStaticCache(MultimodalCache):
     item is never stored and never found. Anything else is a ``TypeError``, in every method.
 
     Ownership: what ``get`` returns is the stored object itself. Treat it, and what you have
-    passed to ``set``, as read-only. It stays valid when the entry is evicted later. With
-    ``copy=False`` an encoder that reuses its output buffer overwrites the entry.
+    passed to ``set``, as read-only. It stays valid when the entry is evicted later. If the
+    encoder reuses its output buffer, pass ``copy=True`` and go on with what ``get`` returns.
 
-    Threads: every method is atomic under one re-entrant lock, so that finalizers and
-    weak-reference callbacks that a dropped tensor runs may call back. The copy of step 3
-    happens under the lock: on a GPU it is a launch, on a CPU it can hold other threads up for
-    a millisecond or so. CUDA: copies run on the current stream of the calling thread; nothing
-    is synchronised and no stream is recorded. An instance can be neither pickled nor copied,
-    and must not be used in a forked child.
+    Threads: every method is atomic under one re-entrant lock. What a dropped entry runs
+    (finalizers, weak-reference callbacks) may call back; what ``set`` and ``resize`` evict is
+    dropped under the lock, unless there is an ``on_evict``. The copy of step 3 happens under
+    the lock too: on a GPU it is a launch, on a CPU it holds other threads up for as long as
+    it takes to copy the bytes, a millisecond or so for a few MiB. An instance can be neither
+    pickled nor copied. A forked child must not use it, which is not checked: another thread
+    may hold the lock at the fork.
+
+    CUDA: copies run on the current stream of the calling thread, on which the tensors given to
+    ``set`` must be ready. Nothing is synchronised and no stream is recorded: who reads an
+    entry on another stream waits for the writer, and keeps the result (or calls
+    ``record_stream``) until the read is done, since an evicted tensor's memory is used again.
+
+    Attributes:
+        mm_cache: The results by key, the least recent first. For reading only.
 
     Args:
         max_size: The budget in bytes. 0 switches the cache off: it refuses every value of
@@ -80,9 +92,11 @@ class MultiModalStaticCache(MultimodalCache):
         copy: Copy every tensor at admission, for encoders that reuse their output buffer.
         on_evict: Called as ``on_evict(mm_hash, result)`` for each entry evicted to make room,
             by ``set`` or ``resize``, after the lock is released, on the thread that evicted.
+            (If a finalizer that runs under the lock makes room, it is held for that call too.)
             ``mm_hash`` is the ``CombinedHash`` where the entry had one. The evicted results
-            live until it has run, so memory can pass the budget for that moment. What it
-            raises is logged and swallowed.
+            live until it has run, so memory can pass the budget for that moment. An exception
+            in it is logged and swallowed. It may run after a ``clear`` that came meanwhile: a
+            second cache that it fills must not take what is older than the weights.
 
     Raises:
         TypeError: ``max_size`` isn't an int, or ``on_evict`` isn't callable.
@@ -99,7 +113,7 @@ class MultiModalStaticCache(MultimodalCache):
         if on_evict is not None and not callable(on_evict):
             raise TypeError(f"on_evict must be callable, got {type(on_evict).__name__}")
         self.mm_cache: OrderedDict[int, EmbeddingResult] = OrderedDict()
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _Entry] = {}  # the results too, so that get looks up once
         self._current_size = 0
         self._max_size = _as_size(max_size)
         self._copy = copy
@@ -108,11 +122,6 @@ class MultiModalStaticCache(MultimodalCache):
         self._hits = self._misses = self._insertions = 0
         self._evictions = self._evicted_bytes = self._rejections = self._collisions = 0
         self._lock = threading.RLock()
-
-    # `get`, `get_single` and `set` take the lock by hand: on Python 3.11 that costs half as much
-    # as `with`, and the lock is most of what they add to the reference's time. A signal handler
-    # may raise (Ctrl-C) while they wait for it, and then it isn't theirs to release; or just
-    # after they took it. So they take it inside the `try`, and release it if they have it.
 
     @property
     def current_size(self) -> int:
@@ -130,15 +139,20 @@ class MultiModalStaticCache(MultimodalCache):
 
     @property
     def generation(self) -> int:
-        """How often ``clear`` was called. Read it before an encode and pass it to ``set``."""
+        """The number of ``clear`` calls. Read it before an encode, and pass it to ``set``."""
         return self._generation
+
+    # `get`, `get_single` and `_admit` take the lock by hand, since `with` takes twice as long on
+    # Python 3.11, and the lock is most of what the lookups add to the reference's time. A signal
+    # handler may raise (Ctrl-C) while they wait for it, when it isn't theirs to release, or just
+    # after they took it. So they take it inside the `try` and release it if they have it.
 
     def get(
         self,
         mm_hashes: Iterable[SupportsIndex | None] | None,
         combined_hash: int | None = None,
     ) -> EmbeddingResult | None:
-        """Looks a list of items up as a whole and makes its entry most recent.
+        """Looks up a list of items as a whole and makes its entry most recent.
 
         It never falls back to the single items, like the reference.
 
@@ -153,6 +167,7 @@ class MultiModalStaticCache(MultimodalCache):
         Raises:
             TypeError: As ``combine_hashes``.
         """
+        # This is item_keys, without a call for a list of plain ints, the usual argument.
         items = tuple(mm_hashes) if type(mm_hashes) is list else item_keys(mm_hashes)
         for item in items or ():
             if type(item) is not int:
@@ -187,7 +202,7 @@ class MultiModalStaticCache(MultimodalCache):
         return result
 
     def get_single(self, mm_hash: SupportsIndex | None) -> EmbeddingResult | None:
-        """Looks one key up and makes its entry most recent.
+        """Looks up one key and makes its entry most recent.
 
         Returns:
             The stored result, or None.
@@ -233,14 +248,17 @@ class MultiModalStaticCache(MultimodalCache):
 
         Args:
             mm_hash: The key; None is refused.
-            embedding: The result; or any object with a tensor in its attribute ``embedding``,
-                such as SGLang's own results. All of the tensors in its attributes are charged
-                and owned, also inside lists, tuples, dicts and dataclasses there; those in
-                other containers, and arrays that aren't tensors, are not looked for. If a
-                tensor must be copied or detached, a shallow copy of the object is stored and
-                the object itself is left as it was; otherwise the object itself is stored.
+            embedding: The result, usually with a tensor ``[num_tokens, hidden]``, of any dtype
+                and on any device; or any object with a tensor in its own attribute
+                ``embedding``, such as SGLang's results. All of the tensors in its attributes
+                are charged and owned, also inside lists, tuples, dicts and dataclasses there;
+                those in other containers, and arrays that aren't tensors, are not looked for.
+                If a tensor must be copied or detached, a shallow copy of the object is stored
+                and the object itself is left as it was; otherwise the object itself is stored.
+                Python attributes and hooks of a tensor don't count as part of it.
             loc: Ignored, as in the reference.
-            generation: The cache's ``generation`` when the encode began.
+            generation: The cache's ``generation`` when the encode began (by keyword only). If
+                ``clear`` was called since, the result is stale.
 
         Returns:
             True if the key is in the cache now. False if there is no key, if ``generation``
@@ -249,10 +267,13 @@ class MultiModalStaticCache(MultimodalCache):
             copied (a warning is logged).
 
         Raises:
-            EmbeddingTypeError: ``embedding`` isn't such an object, or holds a tensor whose
-                memory can't be counted: sparse, quantised, nested, meta, or of a subclass
-                with ``__torch_dispatch__``. Nothing has changed.
+            EmbeddingTypeError: ``embedding`` isn't such an object; or holds a tensor whose
+                memory can't be counted (sparse, quantised, nested, meta, or of a subclass with
+                ``__torch_dispatch__``) or was freed; or must be copied and can't be, because
+                its class or that of a container in it forbids it. Nothing has changed.
             TypeError: ``mm_hash`` or ``generation`` is neither an int nor None.
+            RuntimeError: Torch could not copy a tensor, for another reason than memory.
+                Entries may have been evicted; the cache is consistent.
         """
         key, items = split_key(mm_hash)
         nbytes, replacements = plan_ownership(embedding, copy_all=self._copy)
@@ -292,7 +313,7 @@ class MultiModalStaticCache(MultimodalCache):
             mm_embedding_allocator: Ignored, as in the reference.
 
         Returns:
-            Whether there was such an entry.
+            Whether there was such an entry; not if it stands for other items.
 
         Raises:
             TypeError: ``mm_hash`` is neither an int nor None.
@@ -340,7 +361,7 @@ class MultiModalStaticCache(MultimodalCache):
         return len(self.mm_cache)
 
     def available_size(self) -> int:
-        """Returns the number of entries, whatever the name suggests; so in the reference."""
+        """Returns the number of entries, despite its name, as in the reference."""
         return len(self)
 
     def stats(self) -> CacheStats:
@@ -360,10 +381,9 @@ class MultiModalStaticCache(MultimodalCache):
             )
 
     def check(self) -> None:
-        """Verifies that the cache's books agree, in time linear in the entries.
+        """Verifies the class's promises, as far as they can be seen later, in linear time.
 
-        Whether an entry's charge was right is not to be seen later: its tensors may have been
-        resized or replaced since it was admitted.
+        Charges are not measured again: tensors may have been resized or replaced since.
 
         Raises:
             AssertionError: A promise of the class docstring is broken; the message says which.
@@ -377,7 +397,7 @@ class MultiModalStaticCache(MultimodalCache):
                     self._current_size == sum(charged)
                 ),
                 "1: current_size is from 0 to max_size": 0 <= self._current_size <= self._max_size,
-                "2: mm_cache holds what is charged": self.mm_cache.keys() == entries.keys()
+                "2: what is held is what is charged": self.mm_cache.keys() == entries.keys()
                 and all(self.mm_cache[key] is result for key, (result, _, _) in entries.items()),
                 "2: items stand under their hash": all(
                     items is None or hash(items) == key for key, (_, _, items) in entries.items()

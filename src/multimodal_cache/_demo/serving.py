@@ -112,7 +112,7 @@ class Server:
             seconds += self._clock() - began
             if not hit:
                 outputs[tuple(mm_hashes)] = result.embedding.clone()
-            elif not torch.equal(result.embedding, outputs[tuple(mm_hashes)]):
+            elif not _same_bits(result.embedding, outputs[tuple(mm_hashes)]):
                 raise WrongEmbeddingError(f"a hit differs from what was encoded for {request}")
         return Run(calls, images, seconds, outputs)
 
@@ -124,6 +124,10 @@ class Server:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))  # -0.0 isn't 0.0
 
 
 def largest_difference(one: Run, other: Run) -> float:
