@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import threading
 import warnings
 import weakref
 from collections import Counter, OrderedDict, defaultdict, namedtuple
@@ -414,9 +415,20 @@ def test_one_of_several_tensors_is_detached_and_charged() -> None:
     assert cache.current_size == 60 == recount(cache)
 
 
+class OwnSetattr(threading.local):
+    """A class of a C extension, to which object.__setattr__ does not apply."""
+
+    def __init__(self, embedding: torch.Tensor) -> None:
+        self.embedding = embedding
+
+    def __copy__(self) -> OwnSetattr:
+        return OwnSetattr(self.embedding)
+
+
 @pytest.mark.parametrize(
     "value",
     [
+        OwnSetattr(torch.arange(100.0)[:10]),
         Frozen(torch.arange(100.0)[:10]),
         Slotted(torch.arange(100.0)[:10], torch.arange(100.0)[10:20]),
         Private(torch.arange(100.0)[:10], torch.arange(100.0)[10:20]),

@@ -610,6 +610,42 @@ def test_a_cache_that_was_changed_from_outside_says_so_and_does_not_hang() -> No
         cache.set(3, result(10))
 
 
+@pytest.mark.parametrize("call", [lambda c: c.clear(), lambda c: c.set(77, result(1))])
+def test_a_collection_between_the_last_look_and_the_insertion(call: Any) -> None:
+    """CPython up to 3.11 collects where it allocates; an insertion once allocated a tuple.
+
+    The finalizer of what is evicted makes that tuple's allocation the next to collect.
+    """
+    cache = MultiModalStaticCache(1000)
+    spent: list[Any] = []
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            call(cache)
+
+    def arm() -> None:
+        Garbage()
+        gc.disable()
+        spent.extend((n, n, n) for n in range(2100))  # more than the free list of 3-tuples
+        gc.set_threshold(1)
+        gc.enable()
+
+    threshold = gc.get_threshold()
+    evicted = result(250)
+    weakref.finalize(evicted, arm).atexit = False
+    cache.set(1, evicted)
+    del evicted
+    try:
+        assert cache.set(77, result(4))
+    finally:
+        gc.set_threshold(*threshold)
+    cache.check()
+    assert recount(cache) == cache.current_size
+
+
 def test_finalizers_that_the_garbage_collector_runs_leave_the_books_right() -> None:
     cache = MultiModalStaticCache(200)
     rng = random.Random(0)

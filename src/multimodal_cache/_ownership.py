@@ -260,9 +260,9 @@ def _rebuild_record(record: T, new: dict[int, torch.Tensor], done: dict[int, Any
             if twin is record:
                 twin = _shallow_copy(record)
             try:
-                setattr(twin, name, value)
-            except AttributeError:
-                object.__setattr__(twin, name, value)  # a frozen dataclass has no other way
+                object.__setattr__(twin, name, value)  # frozen classes have no other way
+            except TypeError:
+                setattr(twin, name, value)  # nor have some classes of C extensions
     return twin
 
 
