@@ -213,8 +213,19 @@ def time_combine(subject: Subject, calls: int) -> float:
 
 def time_set(subject: Subject, calls: int) -> float:
     """Times calls of ``set`` that evict, and thereby free, one entry each."""
-    keys = subject.new_keys(calls)
-    results = [subject.implementation.new_result() for _ in keys]
+    return time_sets(subject, [subject.implementation.new_result() for _ in range(calls)])
+
+
+def time_set_row(subject: Subject, calls: int) -> float:
+    """Times the same with rows of a batch, which ours and SGLang's copy out of it."""
+    batch = torch.zeros(64, FLOATS)
+    rows = itertools.islice(itertools.cycle(batch), calls)
+    return time_sets(subject, [subject.implementation.result_class(embedding=row) for row in rows])
+
+
+def time_sets(subject: Subject, results: list[Any]) -> float:
+    """Times a call of ``set`` for each result, with a new key; empties the list."""
+    keys = subject.new_keys(len(results))
     set_, take = subject.cache.set, results.pop
     with collector_off():
         start = time.perf_counter()
@@ -241,7 +252,11 @@ SIZED_OPERATIONS = (
     Operation("`get_single(key)`, miss", time_miss),
     Operation("`set(key, result)`, evicts one", time_set),
 )
-OPERATIONS = (*SIZED_OPERATIONS, Operation("`combine_hashes([key])`", time_combine))
+OPERATIONS = (
+    *SIZED_OPERATIONS,
+    Operation("`set(key, row of a batch)`, evicts one", time_set_row),
+    Operation("`combine_hashes([key])`", time_combine),
+)
 
 
 def installed() -> list[Implementation]:

@@ -63,18 +63,21 @@ def plan_ownership(result: Any, *, copy_all: bool) -> tuple[int, Replacements]:
                     continue
                 kept.add(memory)
         total += nbytes
-    if replacements:
+    if replacements and not _is_plain(result):
         _rehearse(result, replacements)
     return total, replacements
 
 
-def replace_tensors(result: T, replacements: Replacements) -> T:
+def replace_tensors(result: Any, replacements: Replacements) -> Any:
     """Returns a shallow copy of a result, with its tensors replaced and all else the same.
 
     Raises:
         RuntimeError: Torch could not copy a tensor, for want of memory perhaps.
     """
     new = {key: replacement() for key, replacement in replacements.items()}
+    if _is_plain(result):
+        (embedding,) = new.values()
+        return EmbeddingResult(embedding=embedding)
     return _rebuild_record(result, new, {})
 
 
@@ -87,8 +90,11 @@ def _countable_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
         and not tensor.is_quantized
         and not tensor.is_nested
         and not tensor.is_meta
-        # A subclass that defines it may wrap other tensors.
-        and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and (
+            type(tensor) is torch.Tensor
+            # A subclass that defines it may wrap other tensors.
+            or type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        )
     ):
         try:
             return tensor.untyped_storage()
@@ -134,11 +140,12 @@ def _keeps_more_than_storage(tensor: torch.Tensor) -> bool:
 
 def _require_readable(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
     """Refuses a tensor whose storage was shrunk or freed: to copy it would crash the process."""
-    if tensor.numel() == 0:
-        return
-    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    end = (tensor.storage_offset() + reach + 1) * tensor.element_size()
-    if end > storage.nbytes():
+    reach = tensor.numel()
+    if reach and not tensor.is_contiguous():
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        reach = 1 + sum((n - 1) * step for n, step in steps)
+    end = (tensor.storage_offset() + reach) * tensor.element_size()
+    if reach and end > storage.nbytes():
         raise EmbeddingTypeError(
             f"the tensors of an embedding must have their memory, got one that needs {end} "
             f"bytes of a storage of {storage.nbytes()}"
@@ -146,7 +153,7 @@ def _require_readable(tensor: torch.Tensor, storage: torch.UntypedStorage) -> No
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    source = tensor.detach()
+    source = tensor.detach() if tensor.requires_grad else tensor
     try:
         return source.clone(memory_format=torch.contiguous_format)
     except NotImplementedError:  # the sub-byte dtypes can't be copied, but their bytes can
@@ -159,7 +166,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _tensors(result: Any) -> Collection[torch.Tensor]:
     """Returns the distinct tensors of a result."""
-    if type(result) is EmbeddingResult:
+    if _is_plain(result):
         attributes = result.__dict__
     elif isinstance(result, (list, tuple, dict, type)):
         attributes = {}  # what they hold beside their attributes would go uncounted
@@ -174,6 +181,11 @@ def _tensors(result: Any) -> Collection[torch.Tensor]:
     if len(attributes) == 1:
         return (embedding,)
     return {id(tensor): tensor for tensor in _find_tensors(result)}.values()
+
+
+def _is_plain(result: Any) -> bool:
+    """Whether a result is of the usual kind, which needs no search and no care."""
+    return type(result) is EmbeddingResult and len(result.__dict__) == 1
 
 
 def _describe(result: Any) -> str:

@@ -27,9 +27,9 @@ _Items = tuple[int, ...] | None  # what a key says that it stands for; a plain i
 _Entry = tuple[EmbeddingResult, int, _Items]  # the result, the bytes it is charged, its items
 
 
-def _get_tensor_size(embedding: torch.Tensor) -> int:
+def _get_tensor_size(tensor: torch.Tensor) -> int:
     """Returns the bytes of a tensor's elements: element size times number of elements."""
-    return embedding.element_size() * embedding.numel()
+    return tensor.element_size() * tensor.numel()
 
 
 class _OutOfMemoryError(Exception):
@@ -288,7 +288,8 @@ class MultiModalStaticCache(MultimodalCache):
             logger.warning("an embedding of %d bytes was not cached: %s", nbytes, error)
             return False
         finally:
-            self._report(evicted)
+            if evicted:
+                self._report(evicted)
 
     def has(self, mm_hash: SupportsIndex | None) -> bool:
         """Returns whether the key is in the cache; doesn't make its entry most recent.
@@ -440,7 +441,7 @@ class MultiModalStaticCache(MultimodalCache):
             lock.acquire()
             while True:
                 entry = (result, nbytes, items)
-                collides = self._collides(key, items)
+                collides = items is not None and self._collides(key, items)
                 if generation is not None and generation != self._generation:
                     return False
                 if key in self._entries and not collides:
@@ -472,7 +473,7 @@ class MultiModalStaticCache(MultimodalCache):
     def _own(self, result: EmbeddingResult, replacements: Replacements) -> EmbeddingResult:
         """Replaces tensors; counts a rejection if there is no memory for them."""
         try:
-            return replace_tensors(result, replacements)
+            owned: EmbeddingResult = replace_tensors(result, replacements)
         except RuntimeError as error:
             # Only CUDA's error has a type of its own; the CPU allocator says it in words.
             words = ("you tried to allocate", "out of memory")
@@ -480,6 +481,7 @@ class MultiModalStaticCache(MultimodalCache):
                 self._rejections += 1
                 raise _OutOfMemoryError(error) from error
             raise
+        return owned
 
     def _collides(self, key: int, items: _Items) -> bool:
         """Whether the entry under this key is known to stand for other items."""
