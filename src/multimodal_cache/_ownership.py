@@ -272,9 +272,9 @@ def _rebuild_record(record: T, new: dict[int, torch.Tensor], done: dict[int, Any
             if twin is record:
                 twin = _shallow_copy(record)
             try:
-                object.__setattr__(twin, name, value)  # frozen classes have no other way
-            except TypeError:
-                setattr(twin, name, value)  # nor have some classes of C extensions
+                setattr(twin, name, value)
+            except (AttributeError, TypeError, ValueError):  # as frozen classes raise
+                object.__setattr__(twin, name, value)
     return twin
 
 
