@@ -381,6 +381,13 @@ def test_a_result_of_an_older_generation_is_refused() -> None:
     assert deltas(before, cache.stats()) == {"insertions": 2}
 
 
+def test_generations_are_compared_by_value() -> None:
+    cache = MultiModalStaticCache(120)
+    for _ in range(300):
+        cache.clear()
+    assert cache.set(1, result(10), generation=int("300")) is True
+
+
 def test_a_generation_that_is_no_int_is_named() -> None:
     cache = MultiModalStaticCache(120)
     with pytest.raises(TypeError, match="^generation must be an int, got str$"):
