@@ -684,40 +684,27 @@ def test_finalizers_that_the_garbage_collector_runs_leave_the_books_right() -> N
     assert recount(cache) == cache.current_size
 
 
+@pytest.mark.parametrize("taken", [True, False], ids=["just after locking", "while waiting"])
 @pytest.mark.parametrize(
     "call",
     [lambda c: c.get([1]), lambda c: c.get_single(1), lambda c: c.set(1, result(1))],
     ids=["get", "get_single", "set"],
 )
-def test_a_signal_that_raises_just_after_locking_leaves_the_lock_free(call: Any) -> None:
+def test_a_signal_that_raises_is_what_the_caller_sees_and_leaves_the_lock_free(
+    call: Any, taken: bool
+) -> None:
     cache = filled(80, 1)
     lock = cache._lock
 
-    def interrupted() -> bool:
-        lock.acquire()
+    def interrupted() -> None:
+        if taken:
+            lock.acquire()
         raise KeyboardInterrupt
 
     cache._lock = SimpleNamespace(acquire=interrupted, release=lock.release)  # type: ignore
     with pytest.raises(KeyboardInterrupt):
         call(cache)
     assert lock._is_owned() is False  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    "call",
-    [lambda c: c.get([1]), lambda c: c.get_single(1), lambda c: c.set(1, result(1))],
-    ids=["get", "get_single", "set"],
-)
-def test_a_signal_that_raises_while_waiting_for_the_lock_is_what_the_caller_sees(call: Any) -> None:
-    cache = filled(80, 1)
-    lock = cache._lock
-
-    def interrupted() -> bool:
-        raise KeyboardInterrupt
-
-    cache._lock = SimpleNamespace(acquire=interrupted, release=lock.release)  # type: ignore
-    with pytest.raises(KeyboardInterrupt):
-        call(cache)
 
 
 def test_the_lookup_of_a_combined_key_is_not_diverted_by_a_subclass() -> None:
