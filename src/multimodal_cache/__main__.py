@@ -163,9 +163,12 @@ def _parser() -> argparse.ArgumentParser:
         help="how many to serve (default: 40)",
     )
     parser.add_argument(
-        "--max-size", type=_mebibytes, default=64 * MIB, metavar="MIB",
+        "--max-size",
+        type=_mebibytes,
+        default=64 * MIB,
+        metavar="MIB",
         help="the cache's budget in MiB (default: 64)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--device", default="auto", help="cpu, cuda or cuda:N (default: cuda if there is one)"
     )
