@@ -32,22 +32,16 @@ import contextlib
 import gc
 import importlib.util
 import itertools
-import os
-import platform
 import random
-import shlex
-import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from peers import load_reference
+from reporting import QUARTILES, Parser, conditions, ratio, spread, table
 
 from multimodal_cache import EmbeddingResult, MultiModalStaticCache
 
@@ -294,26 +288,6 @@ def measure(
     return subjects
 
 
-def spread(samples: Sequence[float]) -> str:
-    """Formats the median and the quartiles."""
-    low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return f"{median:.0f} ({low:.0f}-{high:.0f})"
-
-
-def ratio(subject: Subject, reference: Subject | None) -> str:
-    """Formats the median of the ratios, round by round."""
-    if reference is None:
-        return "-"
-    pairs = zip(subject.samples, reference.samples, strict=True)
-    return f"{statistics.median(ours / theirs for ours, theirs in pairs):.2f}"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Formats a Markdown table whose first two columns are text and the others numbers."""
-    rule = ["---", "---", *["---:"] * (len(header) - 2)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
-
-
 def compare(found: Sequence[Implementation], options: argparse.Namespace) -> str:
     """Returns the table of all implementations at one number of entries."""
     rows = []
@@ -321,7 +295,8 @@ def compare(found: Sequence[Implementation], options: argparse.Namespace) -> str
         subjects = measure(operation, found, options.entries, options.rounds, options)
         by_name = {subject.implementation.name: subject for subject in subjects}
         for name, subject in by_name.items():
-            relative = ratio(subject, by_name.get(REFERENCE))
+            reference = by_name.get(REFERENCE)
+            relative = ratio(subject.samples, reference.samples) if reference else "-"
             rows.append((operation.name, name, spread(subject.samples), relative))
     return table(("Operation", "Cache", "ns per call", "Times the reference"), rows)
 
@@ -339,100 +314,31 @@ def compare_sizes(found: Sequence[Implementation], options: argparse.Namespace) 
     return table(("Operation", "Cache", *[f"{size:,}" for size in SIZES]), rows)
 
 
-def cpu_model() -> str:
-    """Returns the name of the processor."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
-
-
-def conditions(found: Sequence[Implementation], options: argparse.Namespace) -> str:
-    """Describes the command, the machine and the versions, in one line."""
-    versions = [f"{each.package} {metadata.version(each.package)}" for each in found]
-    parts = (
-        f"`python {shlex.join(sys.argv)}`",
-        f"seed {options.seed}",
-        f"Python {platform.python_version()}",
-        f"torch {torch.__version__}",
-        *versions,
-        platform.platform(),
-        cpu_model(),
-        f"{os.cpu_count()} cores",
-    )
-    return "; ".join(parts)
-
-
-def report(options: argparse.Namespace) -> str:
-    """Runs everything and returns the Markdown."""
+def report(options: argparse.Namespace) -> Iterator[str]:
+    """Runs everything and yields the paragraphs of the report."""
     found = installed()
-    missing = [name for name in INSTALL if name not in {each.name for each in found}]
-    calls = f"rounds of {options.calls:,} calls, median (quartiles)"
-    paragraphs = [
-        conditions(found, options),
-        *(f"Left out, not installed: {name} (`{INSTALL[name]}`)." for name in missing),
-        f"Caches of {options.entries:,} entries; {options.rounds} {calls}:",
-        compare(found, options),
+    yield conditions(options.seed, ["torch", *(each.package for each in found)])
+    for name in [name for name in INSTALL if name not in {each.name for each in found}]:
+        yield f"Left out, not installed: {name} (`{INSTALL[name]}`)."
+    calls = f"rounds of {options.calls:,} calls, {QUARTILES}"
+    yield f"Caches of {options.entries:,} entries; {options.rounds} {calls}:"
+    yield compare(found, options)
+    yield (
         f"Nanoseconds per call by number of entries; {options.size_rounds} {calls}. A lookup "
         f"visits {VISITED:,} entries at most. A `set` evicts the entry that was longest unused, "
-        "which the CPU's caches have lost in a large cache, and the reference's too:",
-        compare_sizes(found, options),
-    ]
-    return "\n\n".join(paragraphs) + "\n"
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """A parser that reports an error without the usage."""
-
-    def error(self, message: str) -> Any:
-        """Exits with status 2."""
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def at_least(minimum: int) -> Callable[[str], int]:
-    """Returns a converter for integers of ``minimum`` or more."""
-
-    def convert(text: str) -> int:
-        with contextlib.suppress(ValueError):
-            number = int(text)
-            if number >= minimum:
-                return number
-        raise argparse.ArgumentTypeError(f"must be an integer, {minimum} or more, got {text!r}")
-
-    return convert
-
-
-def parse_options() -> argparse.Namespace:
-    """Parses the command line."""
-    parser = OneLineParser(
-        description="Times one call of the cache, beside other caches and as the cache grows.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        "which the CPU's caches have lost in a large cache, and the reference's too:"
     )
-
-    def add_number(name: str, default: int, minimum: int, text: str) -> None:
-        parser.add_argument(name, type=at_least(minimum), default=default, metavar="N", help=text)
-
-    add_number("--entries", 1_000, 1, "entries in the caches of the first table")
-    add_number("--rounds", 31, 2, "rounds behind each cell of the first table")
-    add_number("--size-rounds", 11, 2, "rounds behind each cell of the second table")
-    add_number("--calls", 20_000, 1, "calls of each cache in one round")
-    add_number("--seed", 0, 0, "of the keys and of every order")
-    parser.add_argument("--output", type=Path, metavar="PATH", help="also write the report here")
-    options = parser.parse_args()
-    if options.output and (options.output.is_dir() or not options.output.parent.is_dir()):
-        parser.error(f"argument --output: {options.output} can't be a file")
-    return options
+    yield compare_sizes(found, options)
 
 
 def main() -> None:
     """Runs the benchmark."""
-    options = parse_options()
-    text = report(options)
-    sys.stdout.write(text)
-    if options.output is not None:
-        options.output.write_text(text, encoding="utf-8")
+    parser = Parser("Times one call of the cache, beside other caches and as the cache grows.")
+    parser.add_number("--entries", 1_000, 1, "entries in the caches of the first table")
+    parser.add_number("--rounds", 31, 2, "rounds behind each cell of the first table")
+    parser.add_number("--size-rounds", 11, 2, "rounds behind each cell of the second table")
+    parser.add_number("--calls", 20_000, 1, "calls of each cache in one round")
+    parser.run(report)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from multimodal_cache.base import (
     EmbeddingTypeError,
     MultimodalCache,
 )
+from multimodal_cache.keys import hash_feature
 from multimodal_cache.static_cache import MultiModalStaticCache
 from multimodal_cache.stats import CacheStats
 
@@ -16,4 +17,5 @@ __all__ = [
     "EmbeddingTypeError",
     "MultiModalStaticCache",
     "MultimodalCache",
+    "hash_feature",
 ]

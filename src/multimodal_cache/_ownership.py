@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from multimodal_cache._tensors import bytes_reached, dense_storage, describe
 from multimodal_cache.base import EmbeddingResult, EmbeddingTypeError
 
 T = TypeVar("T")
@@ -85,27 +86,14 @@ def replace_tensors(result: Any, replacements: Replacements) -> Any:
 
 
 def _countable_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    if (
-        tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and not tensor.is_nested
-        and not tensor.is_meta
-        and (
-            type(tensor) is torch.Tensor
-            # A subclass that defines it may wrap other tensors.
-            or type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    storage = dense_storage(tensor)
+    if storage is None:
+        raise EmbeddingTypeError(
+            "the tensors of an embedding must be dense and have memory of their own (not sparse, "
+            "quantised, nested, meta, uninitialised or of a subclass with __torch_dispatch__), "
+            f"got a {describe(tensor)}"
         )
-    ):
-        try:
-            return tensor.untyped_storage()
-        except NotImplementedError:  # a stand-in for a tensor, as inside torch.func.vmap
-            pass
-    raise EmbeddingTypeError(
-        "the tensors of an embedding must be dense and have memory of their own (not sparse, "
-        "quantised, nested, meta or of a subclass with __torch_dispatch__), got a "
-        f"{type(tensor).__name__} with layout={tensor.layout}, dtype={tensor.dtype}, "
-        f"is_nested={tensor.is_nested}, device={tensor.device}"
-    )
+    return storage
 
 
 def _is_whole_allocation(storage: torch.UntypedStorage, nbytes: int) -> bool:
@@ -139,15 +127,10 @@ def _keeps_more_than_storage(tensor: torch.Tensor) -> bool:
 
 
 def _require_readable(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
-    """Refuses a tensor whose storage was shrunk or freed: to copy it would crash the process."""
-    reach = tensor.numel()
-    if reach and not tensor.is_contiguous():
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        reach = 1 + sum((n - 1) * step for n, step in steps)
-    end = (tensor.storage_offset() + reach) * tensor.element_size()
-    if reach and end > storage.nbytes():
+    needed = bytes_reached(tensor)
+    if needed > storage.nbytes():
         raise EmbeddingTypeError(
-            f"the tensors of an embedding must have their memory, got one that needs {end} "
+            f"the tensors of an embedding must have their memory, got one that needs {needed} "
             f"bytes of a storage of {storage.nbytes()}"
         )
 

@@ -1,0 +1,102 @@
+"""What the benchmarks share: their options, and how they print what they measured."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+QUARTILES = "median (quartiles)"
+
+
+def spread(samples: Sequence[float], digits: int = 0) -> str:
+    """Formats the median and the quartiles."""
+    low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return f"{median:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+def ratio(samples: Sequence[float], others: Sequence[float]) -> str:
+    """Formats the median of the ratios, round by round, of two samples of the same rounds."""
+    pairs = zip(samples, others, strict=True)
+    return f"{statistics.median(sample / other for sample, other in pairs):.2f}"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Formats a Markdown table whose first two columns are text and the others numbers."""
+    rule = ["---", "---", *["---:"] * (len(header) - 2)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
+
+
+def conditions(seed: int, packages: Iterable[str]) -> str:
+    """Describes the command, the machine and the versions, in one line."""
+    parts = (
+        f"`python {shlex.join(sys.argv)}`",
+        f"seed {seed}",
+        f"Python {platform.python_version()}",
+        *(f"{package} {metadata.version(package)}" for package in packages),
+        platform.platform(),
+        _cpu_model(),
+        f"{os.cpu_count()} cores",
+    )
+    return "; ".join(parts)
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line of numbers, with ``--seed`` and ``--output``.
+
+    It reports an error in one line, without the usage.
+    """
+
+    def __init__(self, description: str) -> None:
+        super().__init__(
+            description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        self.add_number("--seed", 0, 0, "of all that is drawn")
+        self.add_argument("--output", type=Path, metavar="PATH", help="also write the report here")
+
+    def add_number(self, name: str, default: int, minimum: int, text: str) -> None:
+        """Adds an option for an integer of ``minimum`` or more."""
+        self.add_argument(name, type=_at_least(minimum), default=default, metavar="N", help=text)
+
+    def run(self, report: Callable[[argparse.Namespace], Iterable[str]]) -> None:
+        """Parses the command line, and prints and writes the paragraphs of the report."""
+        options = self.parse_args()
+        output = options.output
+        if output and (output.is_dir() or not output.parent.is_dir()):
+            self.error(f"argument --output: {output} can't be a file")
+        text = "\n\n".join(report(options)) + "\n"
+        sys.stdout.write(text)
+        if output:
+            output.write_text(text, encoding="utf-8")
+
+    def error(self, message: str) -> Any:
+        """Exits with status 2."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _at_least(minimum: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            number = int(text)
+            if number >= minimum:
+                return number
+        raise argparse.ArgumentTypeError(f"must be an integer, {minimum} or more, got {text!r}")
+
+    return convert
