@@ -40,12 +40,12 @@ version byte. All of it:
   ``float8_e4m3fn`` and others; ``complex32`` is its pair of float16. NumPy alone has ``str`` and
   ``bytes`` followed by the number of bits of an element (UTF-32, padded with zeros: ``str96`` for
   three characters), and ``datetime64[ns]`` or ``timedelta64[ns]`` with their unit.
-- The palette of an image is None, or the tuple of its mode, a str such as ``RGB``, and its bytes;
-  the transparency is what Pillow has in ``info["transparency"]``, or None; the orientation is 1
-  unless it is one of 2 to 8. The pixels are rows from top to bottom, packed as Pillow's raw
-  encoder does for the mode, without padding: 8 pixels a byte for ``1``, the first in the highest
-  bit, and each row from a new byte; little-endian int32 and float32 for ``I`` and ``F``; a byte
-  for each channel, in the order of the mode's name, for most others.
+- The palette of an image is None where it has no colours, else the tuple of its mode, a str such
+  as ``RGB``, and its bytes; the transparency is what Pillow has in ``info["transparency"]``, or
+  None; the orientation is 1 unless it is one of 2 to 8. The pixels are rows from top to bottom,
+  packed as Pillow's raw encoder does for the mode, without padding: 8 pixels a byte for ``1``, the
+  first in the highest bit, and each row from a new byte; little-endian int32 and float32 for ``I``
+  and ``F``; a byte for each channel, in the order of the mode's name, for most others.
 
 So two values have one encoding only where they are of one kind and equal, and no encoding is the
 beginning of another one. What BLAKE3 adds is that nobody can find two inputs with one hash.
@@ -372,7 +372,7 @@ def _encode_image(image: Image.Image) -> bytes:
     )
 
 
-_RAW_MODES = {"I": "I;32S", "F": "F;32F", "I;16N": "I;16"}
+_RAW_MODES = {"I": "I;32S", "F": "F;32F"}
 """The little-endian ones for the modes that are in the byte order of the machine."""
 
 
@@ -395,9 +395,11 @@ def _encode_pixels(image: Image.Image) -> bytes:
 
 
 def _encode_palette(image: Image.Image) -> bytes:
-    if image.mode not in ("P", "PA") or image.palette is None:
+    colors = image.getpalette(None) if image.mode in ("P", "PA") else None
+    if not colors:  # an image without a palette becomes one with an empty palette, or back
         return _encode_none(None)
-    return _encode_tuple((image.palette.mode, bytes(image.getpalette(None) or ())), ())
+    mode = "RGB" if image.palette is None else image.palette.mode
+    return _encode_tuple((mode, bytes(colors)), ())
 
 
 def _orientation(image: Image.Image) -> int:

@@ -1,0 +1,320 @@
+"""Properties of ``hash_feature``: equal keys for equal content, and for nothing else.
+
+``HYPOTHESIS_PROFILE=soak`` makes a fuzz run of many minutes of it.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import itertools
+import random
+import struct
+import types
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+from PIL import Image, ImageSequence
+
+from multimodal_cache import hash_feature, keys
+
+# Values are drawn from small sets, so that two of them are often nearly the same.
+
+DTYPES = st.sampled_from(
+    [
+        "?",
+        "i1",
+        "u1",
+        "<i2",
+        ">u2",
+        "<i4",
+        ">i4",
+        "<f4",
+        ">f4",
+        "<f8",
+        "<c8",
+        ">c8",
+        "<M8[s]",
+        "<U2",
+    ]
+)
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> np.ndarray[Any, Any]:
+    dtype = np.dtype(draw(DTYPES))
+    shape = draw(npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3))
+    if dtype.kind == "U":
+        return draw(npst.arrays(dtype, shape, elements=st.text("ab", max_size=2)))
+    if dtype.kind == "b":
+        return draw(npst.arrays(dtype, shape))
+    count = int(np.prod(shape)) * dtype.itemsize
+    data = draw(st.binary(min_size=count, max_size=count) | st.just(bytes(count)))
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+TEXTS = st.text("ab", max_size=3) | st.text(st.characters(exclude_categories=()), max_size=3)
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 2)
+    | st.integers()
+    | st.sampled_from([0.0, -0.0, 1.0, 2.0, float("nan"), float("inf")])
+    | st.floats()
+    | TEXTS
+    | st.binary(max_size=3)
+    | arrays()
+)
+KEYS = st.none() | st.booleans() | st.integers(-2, 2) | TEXTS | st.binary(max_size=2)
+
+
+def containers(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    lists = st.lists(values, max_size=3)
+    return lists | lists.map(tuple) | st.dictionaries(KEYS, values, max_size=3)
+
+
+VALUES = st.recursive(LEAVES, containers, max_leaves=12)
+
+
+def content(value: Any) -> Any:
+    """Describes the content of a value: two descriptions are equal where the content is."""
+    if isinstance(value, np.ndarray):
+        little = value.astype(value.dtype.newbyteorder("<"))
+        return ("array", value.dtype.name, value.shape, little.tobytes())
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, *map(content, value))
+    if isinstance(value, dict):
+        pairs = [(content(key), content(item)) for key, item in value.items()]
+        return ("dict", *sorted(pairs, key=repr))
+    if isinstance(value, float):
+        return ("float", struct.pack("<d", value))
+    return (type(value).__name__, value)
+
+
+@given(VALUES, VALUES)
+@example([[1], 2], [[1, 2]])
+@example({1: None}, {True: None})
+@example([], ())
+def test_keys_are_equal_where_the_content_is(one: Any, other: Any) -> None:
+    assert (hash_feature(one) == hash_feature(other)) == (content(one) == content(other))
+
+
+@given(VALUES, st.randoms(use_true_random=False))
+def test_layout_and_container_do_not_count(value: Any, rng: random.Random) -> None:
+    assert hash_feature(value) == hash_feature(laid_out_anew(value, rng))
+
+
+def laid_out_anew(value: Any, rng: random.Random) -> Any:
+    """Returns the same content in other objects and other memory."""
+    if isinstance(value, np.ndarray):
+        return rng.choice(LAYOUTS)(value)
+    if isinstance(value, bytes):
+        return rng.choice(BUFFERS)(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(laid_out_anew(item, rng) for item in value)
+    if isinstance(value, dict):
+        pairs = [(key, laid_out_anew(item, rng)) for key, item in value.items()]
+        rng.shuffle(pairs)
+        kinds: list[Callable[[Any], Any]] = [
+            dict,
+            collections.OrderedDict,
+            collections.UserDict,
+            lambda pairs: types.MappingProxyType(dict(pairs)),
+        ]
+        return rng.choice(kinds)(pairs)
+    return value
+
+
+def as_tensor(array: np.ndarray[Any, Any]) -> Any:
+    if array.dtype.name not in keys.NUMPY_NAMES:
+        return array
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
+
+
+def spaced(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Copies the array into every third element of a larger one."""
+    wide = np.zeros((*array.shape, 3), array.dtype)
+    wide[..., 1] = array
+    return wide[..., 1]
+
+
+LAYOUTS: list[Callable[[Any], Any]] = [
+    np.copy,
+    lambda array: array.copy(order="F"),
+    spaced,
+    as_tensor,
+    lambda array: array.astype(array.dtype.newbyteorder()),
+    lambda array: array.T.copy().T,
+    lambda array: np.flip(np.flip(array).copy()),
+    lambda array: array[()] if array.ndim == 0 else array,
+]
+BUFFERS: list[Callable[[bytes], Any]] = [
+    bytearray,
+    memoryview,
+    lambda data: memoryview(data[::-1])[::-1],
+    lambda data: memoryview(bytes(2 * len(data))[1::2] + data)[len(data) :],
+]
+
+# Single bits, and where one item ends
+
+
+@given(
+    st.binary(min_size=1, max_size=3000),
+    st.integers(0, 7),
+    st.data(),
+    st.sampled_from(["bytes", "str", "array", "tensor", "strided", "image", "nested"]),
+)
+def test_each_bit_counts(data: bytes, bit: int, draw: st.DataObject, kind: str) -> None:
+    position = draw.draw(st.integers(0, len(data) - 1))
+    flipped = bytearray(data)
+    flipped[position] ^= 1 << bit
+    make: dict[str, Callable[[bytes], Any]] = {
+        "bytes": bytes,
+        "str": lambda data: data.decode("latin-1"),
+        "array": lambda data: np.frombuffer(data, np.uint8),
+        "tensor": lambda data: torch.frombuffer(bytearray(data), dtype=torch.uint8),
+        "strided": lambda data: torch.frombuffer(bytearray(data), dtype=torch.uint8).flip(0)[::2],
+        "image": lambda data: Image.frombytes("L", (len(data), 1), data),
+        "nested": lambda data: {"x": [data, ("y", data)]},
+    }
+    if kind == "strided":
+        assume((len(data) - 1 - position) % 2 == 0)
+    assert hash_feature(make[kind](data)) != hash_feature(make[kind](bytes(flipped)))
+
+
+@given(
+    st.binary(min_size=1, max_size=40),
+    st.lists(st.integers(0, 40), max_size=5),
+    st.lists(st.integers(0, 40), max_size=5),
+    st.sampled_from([bytes, lambda part: np.frombuffer(part, np.uint8), lambda part: part.hex()]),
+)
+def test_where_the_parts_end_counts(
+    data: bytes, cuts: list[int], others: list[int], make: Callable[[bytes], Any]
+) -> None:
+    one, other = parts(data, cuts), parts(data, others)
+    assume(one != other)
+    assert hash_feature([*map(make, one)]) != hash_feature([*map(make, other)])
+
+
+def parts(data: bytes, cuts: list[int]) -> list[bytes]:
+    ends = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    return [data[start:end] for start, end in itertools.pairwise(ends)]
+
+
+# Anything at all
+
+FOREIGN = st.sampled_from(
+    [
+        *(set(), 1j, object(), int, range(3), iter(()), NotImplemented, ..., np.zeros(1, "O")),
+        *(np.zeros(1, "V2"), np.ma.masked, torch.zeros(1, device="meta"), memoryview(b"ab")[:0]),
+        *(np.dtype("f4"), np.zeros(1, "i4,f4"), torch.eye(2).to_sparse(), Image, torch.float16),
+    ]
+)
+
+
+@given(st.recursive(LEAVES | FOREIGN, containers, max_leaves=12))
+def test_anything_has_a_key_or_a_clear_error(value: Any) -> None:
+    try:
+        key = hash_feature(value)
+    except TypeError:
+        with pytest.raises(TypeError, match="got "):
+            hash_feature(value)
+    else:
+        assert hash_feature(value) == key
+
+
+# Image files with errors in them
+
+
+def files() -> dict[str, bytes]:
+    """Returns small image files of many formats, with all that counts in them."""
+    rng = random.Random(0)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    exif[0x010E] = "described"
+    colours = Image.frombytes("RGB", (20, 12), rng.randbytes(720))
+    indexed = colours.quantize(16)
+    indexed.info["transparency"] = 3
+    frames = [indexed, indexed.transpose(Image.Transpose.ROTATE_180)]
+    options: dict[str, tuple[Image.Image, dict[str, Any]]] = {
+        "PNG": (indexed, {"exif": exif}),
+        "JPEG": (colours, {"exif": exif, "progressive": True}),
+        "GIF": (frames[0], {"save_all": True, "append_images": frames[1:]}),
+        "WEBP": (colours.convert("RGBA"), {"exif": exif, "lossless": True}),
+        "TIFF": (colours, {"exif": exif, "compression": "tiff_lzw"}),
+        "BMP": (indexed, {}),
+        "PPM": (colours, {}),
+        "TGA": (indexed, {"compression": "tga_rle"}),
+        "MPO": (colours, {"save_all": True, "append_images": [colours], "exif": exif}),
+        "ICO": (colours.convert("RGBA"), {"sizes": [(12, 12)]}),
+        "PCX": (indexed, {}),
+        "DDS": (colours, {}),
+    }
+    found = {}
+    for name, (image, how) in options.items():
+        file = io.BytesIO()
+        image.save(file, name, **how)
+        found[name] = file.getvalue()
+    return found
+
+
+FILES = files()
+
+
+def damaged(image_format: str, seed: int) -> bytes:
+    """Returns the file with a few bytes changed, dropped, repeated or cut off."""
+    rng = random.Random(seed)
+    data = bytearray(FILES[image_format])
+    for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
+        start = rng.randrange(len(data))
+        end = start + rng.choice([1, 1, 2, 4, 16])
+        how = rng.choice(["change"] * 8 + ["drop", "repeat", "cut"])
+        if how == "cut":
+            del data[max(start, 1) :]
+        else:
+            changed = rng.randbytes(end - start)
+            data[start:end] = {"change": changed, "drop": b"", "repeat": data[start:end] * 2}[how]
+    return bytes(data)
+
+
+@pytest.mark.filterwarnings("ignore")
+@given(st.sampled_from(sorted(FILES)), st.integers(0, 2**32), st.integers(0, 1))
+def test_damaged_image_files(image_format: str, seed: int, frame: int) -> None:
+    data = damaged(image_format, seed)
+    with mock.patch.object(Image, "MAX_IMAGE_PIXELS", 10**5):
+
+        def opened() -> Image.Image:
+            image = Image.open(io.BytesIO(data))
+            image.seek(frame)
+            return image
+
+        try:
+            opened()
+        except Exception:  # noqa: BLE001  # of many types: it isn't an image
+            return
+        try:
+            loaded = opened()
+            loaded.load()
+        except Exception as error:  # noqa: BLE001
+            with pytest.raises(type(error)):
+                hash_feature([opened()])
+            return
+        key = hash_feature(opened())
+        assert hash_feature(loaded) == key
+        assert hash_feature(loaded) == key
+        assert hash_feature(loaded.copy()) == key
+
+
+def test_the_undamaged_files_are_images() -> None:
+    made = []
+    for data in FILES.values():
+        image = Image.open(io.BytesIO(data))
+        made += [hash_feature(frame) for frame in ImageSequence.Iterator(image)]
+    assert len(made) == len(FILES) + 2
