@@ -27,9 +27,24 @@ def test_lookup_prints_its_tables_and_writes_them_too(tmp_path: Path) -> None:
     assert output.read_text(encoding="utf-8") == shown.stdout
 
 
-@pytest.mark.parametrize("bad", ["--rounds=1", "--calls=x", "--entries=0", "--output=/"])
-def test_lookup_says_in_one_line_what_is_wrong(bad: str) -> None:
-    shown = run("lookup.py", bad)
+def test_keys_prints_its_tables_and_writes_them_too(tmp_path: Path) -> None:
+    output = tmp_path / "keys.md"
+    shown = run("keys.py", "--max-megabytes=1", "--rounds=2", "--calls=2", f"--output={output}")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    for row in ("0.2 MB | tensor", "0.2 MB | PIL image", "tensor, 1 KB", "1 MiB | one"):
+        assert f"| {row} |" in shown.stdout
+    assert output.read_text(encoding="utf-8") == shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "bad"),
+    [
+        *(("lookup.py", bad) for bad in ("--rounds=1", "--calls=x", "--entries=0", "--output=/")),
+        *(("keys.py", bad) for bad in ("--rounds=1", "--max-megabytes=0")),
+    ],
+)
+def test_a_benchmark_says_in_one_line_what_is_wrong(script: str, bad: str) -> None:
+    shown = run(script, bad)
     assert (shown.returncode, shown.stdout) == (2, "")
-    assert shown.stderr.startswith(f"lookup.py: argument {bad.split('=')[0]}: ")
+    assert shown.stderr.startswith(f"{script}: argument {bad.split('=')[0]}: ")
     assert len(shown.stderr.splitlines()) == 1

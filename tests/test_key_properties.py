@@ -152,7 +152,7 @@ LAYOUTS: list[Callable[[Any], Any]] = [
     as_tensor,
     lambda array: array.astype(array.dtype.newbyteorder()),
     lambda array: array.T.copy().T,
-    lambda array: np.flip(np.flip(array).copy()),
+    lambda array: array[::-1].copy()[::-1] if array.ndim else array,
     lambda array: array[()] if array.ndim == 0 else array,
 ]
 BUFFERS: list[Callable[[bytes], Any]] = [

@@ -59,7 +59,7 @@ import os
 import struct
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -96,7 +96,7 @@ Encoder = Callable[[Any, Parents], bytes]
 _PROCESS = os.getpid()
 
 
-def hash_feature(feature: Any, *, namespace: str | bytes = "", bits: int = 256) -> int:
+def hash_feature(feature: Any, *, namespace: str | bytes = "", bits: SupportsIndex = 256) -> int:
     """Makes a key from content: equal keys mean equal content.
 
     The key is the same in every process, on every machine and Python, whatever

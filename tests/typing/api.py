@@ -15,6 +15,7 @@ from multimodal_cache import (
     EmbeddingResult,
     MultimodalCache,
     MultiModalStaticCache,
+    hash_feature,
 )
 from multimodal_cache.static_cache import _get_tensor_size
 
@@ -81,9 +82,15 @@ assert_type(cache.stats(), CacheStats)
 assert_type(cache.stats().hit_rate, float)
 assert_type(_get_tensor_size(tensor), int)
 
+assert_type(hash_feature(tensor), int)
+assert_type(hash_feature({"pixels": [tensor, np.zeros(2)]}, namespace="model", bits=64), int)
+assert_type(hash_feature(b"", namespace=b"model", bits=np.int64(64)), int)
+
 cache.max_size = 5
 cache.current_size = 5  # type: ignore[misc]
 cache.set("key", EmbeddingResult(embedding=tensor))  # type: ignore[arg-type]
 cache.get([1.5])  # type: ignore[list-item]
 MultiModalStaticCache(2**20, True)  # type: ignore[call-arg]
 EmbeddingResult(tensor)  # type: ignore[call-arg]
+hash_feature(tensor, "model")  # type: ignore[call-arg]
+hash_feature(tensor, namespace=1)  # type: ignore[arg-type]

@@ -16,10 +16,14 @@ class VisionTransformer(nn.Module):
 
     Args:
         seed: The weights are a function of it. Torch's global generator is left alone.
+
+    Attributes:
+        version: Names all that an embedding depends on, beside the pixels.
     """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
+        self.version = f"ViT-S/16, weights from seed {seed}"
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.patches = nn.Conv2d(3, WIDTH, kernel_size=PATCH_SIZE, stride=PATCH_SIZE)

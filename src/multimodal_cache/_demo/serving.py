@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import time
 from collections.abc import Iterable, Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from multimodal_cache import EmbeddingResult, MultiModalStaticCache
+from multimodal_cache import EmbeddingResult, MultiModalStaticCache, hash_feature
 from multimodal_cache._demo.encoder import VisionTransformer
 
 QUESTIONS_PER_CONVERSATION = 4
@@ -117,8 +116,8 @@ class Server:
         return Run(calls, images, seconds, outputs)
 
     def _mm_hashes(self, request: Request) -> list[int]:
-        pixels = (self._images[index].numpy().data for index in request)
-        return [int.from_bytes(hashlib.sha256(image).digest(), "big") for image in pixels]
+        namespace = self._encoder.version  # other weights make other embeddings
+        return [hash_feature(self._images[index], namespace=namespace) for index in request]
 
     def _clock(self) -> float:
         if self._device.type == "cuda":
