@@ -153,7 +153,7 @@ LAYOUTS: list[Callable[[Any], Any]] = [
     lambda array: array.astype(array.dtype.newbyteorder()),
     lambda array: array.T.copy().T,
     lambda array: array[::-1].copy()[::-1] if array.ndim else array,
-    lambda array: array[()] if array.ndim == 0 else array,
+    lambda array: array if array.ndim or array.dtype.kind == "U" else array[()],
 ]
 BUFFERS: list[Callable[[bytes], Any]] = [
     bytearray,

@@ -299,8 +299,8 @@ def _encode_tensor(tensor: torch.Tensor, parents: Parents = ()) -> bytes:
         )
     header, little_endian, view = _torch_header(tensor.dtype, tensor.shape)
     same_bits = tensor if view is None else view(tensor.resolve_conj().resolve_neg())
-    if not same_bits.is_cpu:
-        same_bits = same_bits.contiguous()  # there, where it is faster
+    # On a GPU it is made contiguous there, so as to be copied once.
+    same_bits = same_bits if same_bits.is_cpu else same_bits.contiguous()
     return header + _elements(same_bits.numpy(force=True), little_endian)
 
 
@@ -407,8 +407,8 @@ def _orientation(image: Image.Image) -> int:
 
     Pillow remembers on the image what it parsed, which would hide a later change of
     ``image.info``; so the question is put to a stand-in with the image's attributes. It is put
-    twice: for malformed EXIF Pillow raises the first time only, and a value that another
-    thread is fetching may be missed once.
+    twice: for malformed EXIF Pillow raises the first time only; and a value that another thread
+    fetches just then, from where Pillow parsed it to where Pillow keeps it, is missed once.
     """
     image_class = _image_class()
     assert image_class is not None
@@ -417,11 +417,11 @@ def _orientation(image: Image.Image) -> int:
     for _ in range(2):
         try:
             exif = stand_in.getexif()
-            if not exif:
-                break
             orientation = exif.get(0x0112)
             if orientation in range(2, 9):
                 return int(orientation)  # type: ignore[arg-type]
+            if not exif:
+                break
         except Exception:  # noqa: BLE001  # of many types, all for malformed EXIF
             continue
     return 1
