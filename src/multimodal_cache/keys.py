@@ -169,6 +169,7 @@ def _encode(value: Any, parents: Parents) -> bytes:
     return encoder(value, parents)
 
 
+@functools.lru_cache(maxsize=256)
 def _inherited_encoder(kind: type) -> Encoder:
     for base, encoder in _ENCODERS.items():
         if issubclass(kind, base):
