@@ -5,19 +5,21 @@ Run it from the root of the repository, on an otherwise idle machine::
     pip install -e '.[bench]'
     python benchmarks/keys.py
 
-The defaults take about half a minute. The report is Markdown, on standard output, and with
+The defaults take about a minute. The report is Markdown, on standard output, and with
 ``--output`` also in a file.
 
 How to read it: a cell such as ``6.31 (6.28-6.35)`` is GB/s (of 10**9 bytes) or microseconds, the
-median of the rounds and their quartiles. In a round each function is called once, in an order
-that is drawn anew; so a call finds the CPU's caches, and the threads of BLAKE3, as other work
-left them, as in a server. Where the quartiles are far apart the machine was busy, or it is one
-that takes long to wake a sleeping core: the third table shows how much several threads are
-worth there. A ratio is the median of the ratios, round by round.
+median of the rounds and their quartiles. In a round each function hashes inputs of 24 MB in all,
+or one that is larger, in an order of functions that is drawn anew: so it finds the inputs outside
+of the CPU's fastest caches, and the threads of BLAKE3 as other work left them, as in a server.
+Where the quartiles are far apart the machine was busy, or it is one that takes long to wake a
+sleeping core: the third table shows how much several threads are worth there. A ratio is the
+median of the ratios, round by round.
 
-BLAKE3 is the ``blake3`` package on the same bytes, on one thread and on all. SHA-256 is
-``hashlib``'s; SGLang's keys are the first 64 bits of one. The arrays and tensors are contiguous
-float32, the images RGB, whose pixels Pillow must pack first.
+BLAKE3 is the ``blake3`` package, on one thread and on all; SHA-256 is ``hashlib``'s, whose first
+64 bits are SGLang's keys. Both hash the very bytearray that is also the input "bytes", and the
+memory of the contiguous float32 array and tensor. The images are RGB, and Pillow has to pack their
+pixels first.
 """
 
 from __future__ import annotations
@@ -42,24 +44,25 @@ from multimodal_cache import hash_feature, keys
 
 MEGABYTES = (0.2, 3, 12, 64)
 MEBIBYTES = (1, 2, 4, 8, 16, 32)
+BATCH_BYTES = 24 * 2**20
 
-Call = tuple[Callable[[Any], object], Any]
-"""A function and its argument."""
+Calls = tuple[Callable[[Any], object], Sequence[Any]]
+"""A function, and the arguments with which it is called one after another."""
 
 Samples = dict[str, list[float]]
-"""Seconds, round by round, for each call."""
+"""Seconds a call, round by round."""
 
 
-def measure(calls: dict[str, Call], rounds: int, rng: random.Random, repeat: int = 1) -> Samples:
-    """Times the calls, round by round, each ``repeat`` times in a row."""
-    samples: Samples = {name: [] for name in calls}
+def measure(subjects: dict[str, Calls], rounds: int, rng: random.Random) -> Samples:
+    """Times the calls of each subject, round by round."""
+    samples: Samples = {name: [] for name in subjects}
     for _ in range(rounds):
-        for name in rng.sample(sorted(calls), len(calls)):
-            function, argument = calls[name]
+        for name in rng.sample(sorted(subjects), len(subjects)):
+            function, arguments = subjects[name]
             start = time.perf_counter()
-            for _ in range(repeat):
+            for argument in arguments:
                 function(argument)
-            samples[name].append((time.perf_counter() - start) / repeat)
+            samples[name].append((time.perf_counter() - start) / len(arguments))
     return samples
 
 
@@ -78,41 +81,44 @@ def hash_feature_on_one_thread(feature: Any) -> int:
         keys.PARALLEL_BYTES = usual
 
 
-def blake3_on_one_thread(data: bytes) -> bytes:
+def blake3_on_one_thread(data: bytearray) -> bytes:
     """The bare hash function."""
     return blake3(data).digest()
 
 
-def blake3_on_all_threads(data: bytes) -> bytes:
+def blake3_on_all_threads(data: bytearray) -> bytes:
     """The bare hash function."""
     return blake3(data, max_threads=blake3.AUTO).digest()
 
 
-def sha256(data: bytes) -> bytes:
+def sha256(data: bytearray) -> bytes:
     """The bare hash function."""
     return hashlib.sha256(data).digest()
 
 
 def features(size: int, rng: random.Random) -> dict[str, Any]:
-    """Returns an input of each kind, of about that many bytes, each in memory of its own."""
+    """Returns inputs of about that many bytes: on the same memory, but for the image."""
+    data = bytearray(rng.randbytes(size // 4 * 4))
     side = math.isqrt(size // 3)
-    words = size // 4
     return {
-        "bytes": rng.randbytes(size),
-        "array": np.frombuffer(rng.randbytes(words * 4), np.float32).reshape(1, words),
-        "tensor": torch.frombuffer(bytearray(rng.randbytes(words * 4)), dtype=torch.float32),
-        "PIL image": Image.frombytes("RGB", (side, side), rng.randbytes(side * side * 3)),
+        "bytes": data,
+        "array": np.frombuffer(data, np.float32),
+        "tensor": torch.frombuffer(data, dtype=torch.float32),
+        "PIL image": Image.frombytes("RGB", (side, side), bytes(data[: side * side * 3])),
     }
 
 
 def compare(size: int, rounds: int, rng: random.Random) -> Iterator[tuple[str, ...]]:
     """Yields the rows for one size."""
-    ours: dict[str, Call] = {
-        **{name: (hash_feature, feature) for name, feature in features(size, rng).items()},
-        "bytes, on one thread": (hash_feature_on_one_thread, rng.randbytes(size)),
+    count = max(1, BATCH_BYTES // size)
+    batches = [features(size, rng) for _ in range(count)]
+    ours: dict[str, Calls] = {
+        name: (hash_feature, [batch[name] for batch in batches]) for name in batches[0]
     }
-    bare: dict[str, Call] = {
-        function.__name__: (function, rng.randbytes(size))
+    data = ours["bytes"][1]
+    ours["bytes, on one thread"] = hash_feature_on_one_thread, data
+    bare: dict[str, Calls] = {
+        function.__name__: (function, data)
         for function in (blake3_on_one_thread, blake3_on_all_threads, sha256)
     }
     samples = measure({**ours, **bare}, rounds, rng)
@@ -137,9 +143,10 @@ def compare_small(rounds: int, calls: int, rng: random.Random) -> Iterator[tuple
         "list of 10 ints": [rng.getrandbits(30) for _ in range(10)],
         **{f"{name}, 1 KB": each for name, each in features(1000, rng).items()},
     }
-    samples = measure(
-        {name: (hash_feature, each) for name, each in inputs.items()}, rounds, rng, calls
-    )
+    subjects: dict[str, Calls] = {
+        name: (hash_feature, [each] * calls) for name, each in inputs.items()
+    }
+    samples = measure(subjects, rounds, rng)
     for name, each in inputs.items():
         microseconds = [seconds * 1e6 for seconds in samples[name]]
         yield name, f"`{type(each).__name__}`", spread(microseconds, digits=1)
@@ -147,11 +154,11 @@ def compare_small(rounds: int, calls: int, rng: random.Random) -> Iterator[tuple
 
 def compare_threads(size: int, rounds: int, rng: random.Random) -> tuple[str, ...]:
     """Returns the row for one size."""
-    data = rng.randbytes(size)
+    data = [bytearray(rng.randbytes(size)) for _ in range(max(1, BATCH_BYTES // size))]
     functions = (blake3_on_one_thread, blake3_on_all_threads)
-    calls: dict[str, Call] = {each.__name__: (each, data) for each in functions}
-    samples = measure({**calls, "other work": (sha256, rng.randbytes(2**20))}, rounds, rng)
-    one, all_ = (samples[name] for name in calls)
+    subjects: dict[str, Calls] = {each.__name__: (each, data) for each in functions}
+    samples = measure({**subjects, "other work": (sha256, data)}, rounds, rng)
+    one, all_ = (samples[name] for name in subjects)
     used = "all" if size >= keys.PARALLEL_BYTES else "one"
     return f"{size / 2**20:g} MiB", used, speed(size, one), speed(size, all_), ratio(one, all_)
 
