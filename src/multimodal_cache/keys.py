@@ -165,7 +165,8 @@ def hash_feature(feature: Any, *, namespace: str | bytes = "", bits: SupportsInd
 
 
 def _encode(value: Any, parents: Parents) -> bytes:
-    encoder = _ENCODERS.get(type(value)) or _inherited_encoder(type(value))
+    kind: type = type(value)
+    encoder = _ENCODERS.get(kind) or _inherited_encoder(kind)
     return encoder(value, parents)
 
 
