@@ -41,7 +41,7 @@ from typing import Any, Protocol
 
 import torch
 from peers import load_reference
-from reporting import QUARTILES, Parser, conditions, ratio, spread, table
+from reporting import QUARTILES, Parser, conditions, ratio, run, spread, table
 
 from multimodal_cache import EmbeddingResult, MultiModalStaticCache
 
@@ -318,8 +318,9 @@ def report(options: argparse.Namespace) -> Iterator[str]:
     """Runs everything and yields the paragraphs of the report."""
     found = installed()
     yield conditions(options.seed, ["torch", *(each.package for each in found)])
-    for name in [name for name in INSTALL if name not in {each.name for each in found}]:
-        yield f"Left out, not installed: {name} (`{INSTALL[name]}`)."
+    for name, command in INSTALL.items():
+        if name not in {each.name for each in found}:
+            yield f"Left out, not installed: {name} (`{command}`)."
     calls = f"rounds of {options.calls:,} calls, {QUARTILES}"
     yield f"Caches of {options.entries:,} entries; {options.rounds} {calls}:"
     yield compare(found, options)
@@ -338,7 +339,7 @@ def main() -> None:
     parser.add_number("--rounds", 31, 2, "rounds behind each cell of the first table")
     parser.add_number("--size-rounds", 11, 2, "rounds behind each cell of the second table")
     parser.add_number("--calls", 20_000, 1, "calls of each cache in one round")
-    parser.run(report)
+    run(parser, report)
 
 
 if __name__ == "__main__":

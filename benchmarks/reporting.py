@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 QUARTILES = "median (quartiles)"
 
@@ -68,25 +68,14 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
         )
-        self.add_number("--seed", 0, 0, "of all that is drawn")
+        self.add_number("--seed", 0, 0, "the seed of every random choice")
         self.add_argument("--output", type=Path, metavar="PATH", help="also write the report here")
 
     def add_number(self, name: str, default: int, minimum: int, text: str) -> None:
         """Adds an option for an integer of ``minimum`` or more."""
         self.add_argument(name, type=_at_least(minimum), default=default, metavar="N", help=text)
 
-    def run(self, report: Callable[[argparse.Namespace], Iterable[str]]) -> None:
-        """Parses the command line, and prints and writes the paragraphs of the report."""
-        options = self.parse_args()
-        output = options.output
-        if output and (output.is_dir() or not output.parent.is_dir()):
-            self.error(f"argument --output: {output} can't be a file")
-        text = "\n\n".join(report(options)) + "\n"
-        sys.stdout.write(text)
-        if output:
-            output.write_text(text, encoding="utf-8")
-
-    def error(self, message: str) -> Any:
+    def error(self, message: str) -> NoReturn:
         """Exits with status 2."""
         self.exit(2, f"{self.prog}: {message}\n")
 
@@ -100,3 +89,15 @@ def _at_least(minimum: int) -> Callable[[str], int]:
         raise argparse.ArgumentTypeError(f"must be an integer, {minimum} or more, got {text!r}")
 
     return convert
+
+
+def run(parser: Parser, report: Callable[[argparse.Namespace], Iterable[str]]) -> None:
+    """Prints the paragraphs of the report, and writes them where the command line says so."""
+    options = parser.parse_args()
+    output = options.output
+    if output and (output.is_dir() or not output.parent.is_dir()):
+        parser.error(f"argument --output: {output} can't be a file")
+    text = "\n\n".join(report(options)) + "\n"
+    sys.stdout.write(text)
+    if output:
+        output.write_text(text, encoding="utf-8")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import peers
 import torch
 
-from multimodal_cache import CacheStats, EmbeddingResult, MultiModalStaticCache
+from multimodal_cache import CacheStats, EmbeddingResult, MultiModalStaticCache, hash_feature
 
 REFERENCE = peers.load_reference()
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -68,3 +72,76 @@ def deltas(before: CacheStats, after: CacheStats) -> dict[str, int]:
     ]  # fmt: skip
     moved = {name: getattr(after, name) - getattr(before, name) for name in names}
     return {name: by for name, by in moved.items() if by}
+
+
+class Wrapper(torch.Tensor):
+    """A subclass that wraps another tensor."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.zeros(10)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def shrunk() -> torch.Tensor:
+    tensor = torch.zeros(10)[2:]
+    tensor.untyped_storage().resize_(36)
+    return tensor
+
+
+# What has no memory that could be counted or read.
+UNCOUNTABLE: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse COO": lambda: torch.sparse_coo_tensor([[5]], [1.0], (10**6,)),
+    "sparse CSR": lambda: torch.eye(3).to_sparse_csr(),
+    "opaque": lambda: torch.zeros(4, 4).to_mkldnn(),
+    "quantised": lambda: torch.quantize_per_tensor(torch.zeros(4), 1.0, 0, torch.qint8),
+    "quantised below a byte": lambda: torch.quantize_per_tensor(
+        torch.zeros(4), 1.0, 0, torch.quint4x2
+    ),
+    "nested": lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+    "jagged": lambda: torch.nested.nested_tensor(
+        [torch.zeros(2), torch.zeros(3)], layout=torch.jagged
+    ),
+    "meta": lambda: torch.zeros(4, device="meta"),
+    "uninitialised": torch.nn.UninitializedParameter,
+    "wrapper": lambda: Wrapper(torch.zeros(4)),
+    "freed": freed,
+    "shrunk": shrunk,
+}
+
+
+def assert_same(*features: Any) -> None:
+    """All are one feature."""
+    assert len({hash_feature(feature) for feature in features}) == 1
+
+
+def assert_distinct(*features: Any) -> None:
+    """No two are one feature."""
+    made = [hash_feature(feature) for feature in features]
+    pairs = itertools.combinations(zip(features, made, strict=True), 2)
+    assert [(one, other) for (one, key), (other, its_key) in pairs if key == its_key] == []
+
+
+def run_python(code: str, *arguments: str, **environment: str) -> str:
+    """Runs a script in another process and returns what it printed."""
+    shown = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+    assert shown.returncode == 0, shown.stderr
+    return shown.stdout

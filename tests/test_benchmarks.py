@@ -31,7 +31,12 @@ def test_keys_prints_its_tables_and_writes_them_too(tmp_path: Path) -> None:
     output = tmp_path / "keys.md"
     shown = run("keys.py", "--max-megabytes=1", "--rounds=2", "--calls=2", f"--output={output}")
     assert (shown.returncode, shown.stderr) == (0, "")
-    for row in ("0.2 MB | tensor", "0.2 MB | PIL image", "tensor, 1 KB", "1 MiB | one"):
+    for row in (
+        "0.2 MB | `hash_feature`, tensor",
+        "0.2 MB | SHA-256",
+        "tensor, 1 KB",
+        "1 MiB | one",
+    ):
         assert f"| {row} |" in shown.stdout
     assert output.read_text(encoding="utf-8") == shown.stdout
 

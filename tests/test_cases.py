@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support import WRAP, filled, kept_bytes, keys, recount, result
+from support import WRAP, assert_distinct, assert_same, filled, kept_bytes, keys, recount, result
 
 from multimodal_cache import EmbeddingResult, EmbeddingTypeError, hash_feature
 from multimodal_cache import MultiModalStaticCache as C
@@ -190,26 +190,18 @@ def test_case_13_what_equals_an_int_is_not_that_key() -> None:  # dace #2404
 # Around the encoder
 
 
-def same(*features: Any) -> bool:
-    return len({hash_feature(feature) for feature in features}) == 1
-
-
-def distinct(*features: Any) -> bool:
-    return len({hash_feature(feature) for feature in features}) == len(features)
-
-
 def test_case_14_shape_dtype_and_mode_are_content() -> None:  # CVE-2025-46722, Dynamo #8341
     pixels = bytes(range(72))
-    assert distinct(
+    assert_distinct(
         pixels,
         Image.frombytes("RGB", (6, 4), pixels),
         Image.frombytes("RGB", (4, 6), pixels),
         Image.frombytes("YCbCr", (6, 4), pixels),
         Image.frombytes("L", (12, 6), pixels),
     )
-    assert distinct(np.zeros((6, 4)), np.zeros((4, 6)), np.zeros(24), np.zeros((6, 4, 1)))
-    assert distinct(np.zeros(4, np.float32), np.zeros(4, np.int32), np.zeros(4, np.uint32))
-    assert distinct(torch.zeros(6, 4), torch.zeros(4, 6), torch.zeros(6, 4, dtype=torch.int32))
+    assert_distinct(np.zeros((6, 4)), np.zeros((4, 6)), np.zeros(24), np.zeros((6, 4, 1)))
+    assert_distinct(np.zeros(4, np.float32), np.zeros(4, np.int32), np.zeros(4, np.uint32))
+    assert_distinct(torch.zeros(6, 4), torch.zeros(4, 6), torch.zeros(6, 4, dtype=torch.int32))
 
 
 def test_case_15_the_colours_behind_the_indices_are_content() -> None:  # vLLM #24969
@@ -226,15 +218,15 @@ def test_case_15_the_colours_behind_the_indices_are_content() -> None:  # vLLM #
         if transparency is not None:
             image.info["transparency"] = transparency
         images.append(image)
-    assert distinct(*images)
-    assert same(images[0], images[0].copy())
+    assert_distinct(*images)
+    assert_same(images[0], images[0].copy())
 
 
 def test_case_16_where_one_tensor_ends_is_content() -> None:  # SGLang #25462
     one = [torch.tensor([1, 2]), torch.tensor([3, 4, 5])]
     other = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
-    assert distinct(one, other, torch.arange(1, 6), [torch.arange(1, 6)], [1, 2.0, "x"], [])
-    assert same([torch.tensor([1, 2]), torch.tensor([3, 4, 5])], one)
+    assert_distinct(one, other, torch.arange(1, 6), [torch.arange(1, 6)], [1, 2.0, "x"], [])
+    assert_same([torch.tensor([1, 2]), torch.tensor([3, 4, 5])], one)
 
 
 def test_case_17_tensors_of_every_kind(device: str) -> None:  # vLLM #23623, ray #52859
@@ -250,19 +242,19 @@ def test_case_17_tensors_of_every_kind(device: str) -> None:  # vLLM #23623, ray
         grid.flip(0),
         grid[:, ::2],
     ):
-        assert same(view, view.detach().resolve_conj().resolve_neg().clone().contiguous())
-        assert same(view, view.detach().cpu())
+        assert_same(view, view.detach().resolve_conj().resolve_neg().clone().contiguous())
+        assert_same(view, view.detach().cpu())
     backwards = np.arange(24.0).reshape(2, 3, 4)[::-1, :, ::-1]
-    assert same(backwards, backwards.copy(), torch.from_numpy(backwards.copy()))
+    assert_same(backwards, backwards.copy(), torch.from_numpy(backwards.copy()))
     one, next_to_it = torch.tensor([1.0, 1.0078125], dtype=torch.bfloat16)
     assert one != next_to_it
-    assert distinct(one, next_to_it, one.float())
+    assert_distinct(one, next_to_it, one.float())
 
 
 def test_case_18_permutations_are_other_content() -> None:  # SGLang #8342
     ramp = torch.arange(6)
-    assert distinct(*(ramp[list(order)] for order in itertools.permutations(range(6))))
-    assert distinct(ramp.reshape(2, 3), ramp.reshape(2, 3).flip(0), ramp.reshape(3, 2).T)
+    assert_distinct(*(ramp[list(order)] for order in itertools.permutations(range(6))))
+    assert_distinct(ramp.reshape(2, 3), ramp.reshape(2, 3).flip(0), ramp.reshape(3, 2).T)
 
 
 def test_case_19_malformed_exif_is_ignored() -> None:  # vLLM #56527
@@ -274,10 +266,10 @@ def test_case_19_malformed_exif_is_ignored() -> None:  # vLLM #56527
         files.append(file.getvalue())
     assert b"BADBAD" in files[0]
     bad = Image.open(io.BytesIO(files[0]))
-    assert same(bad, bad.copy(), Image.open(io.BytesIO(files[0])), Image.open(io.BytesIO(files[1])))
+    assert_same(bad, bad.copy(), Image.open(io.BytesIO(files[0])), Image.open(io.BytesIO(files[1])))
     other = bad.copy()
     other.putpixel((0, 0), (9, 9, 9))
-    assert distinct(bad, other)
+    assert_distinct(bad, other)
 
 
 def test_case_20_a_key_is_wide() -> None:  # LMCache #3301, SGLang #32404

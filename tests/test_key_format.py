@@ -53,14 +53,26 @@ def picture(
     return b"p" + palette + transparency + sizes + content(mode) + content(pixels)
 
 
+def colours(mode: bytes) -> bytes:
+    return b"t" + n64(2) + text(mode) + b"b" + content(COLOURS)
+
+
 def key_of(encoded: bytes, namespace: bytes = text(b"")) -> int:
     return int.from_bytes(blake3(b"\x01" + namespace + encoded).digest(), "big")
 
 
-def palette_image() -> Image.Image:
-    image = Image.frombytes("P", (2, 2), b"\0\1\1\0")
-    image.putpalette([1, 2, 3, 4, 5, 6])
-    image.info["transparency"] = 1
+def palette_image(mode: str, palette: str, transparency: int | bytes) -> Image.Image:
+    image = Image.frombytes(mode, (2, 1), bytes(range(2 * len(mode))))
+    image.putpalette(COLOURS, palette)
+    image.info["transparency"] = transparency
+    return image
+
+
+def mislabelled_image() -> Image.Image:
+    """Returns such an image as damaged files make."""
+    image = Image.frombytes("P", (2, 1), b"\0\1")
+    image.putpalette(COLOURS)
+    vars(image)["_mode"] = "L"
     return image
 
 
@@ -70,6 +82,7 @@ def turned_image() -> Image.Image:
     return image
 
 
+COLOURS = bytes(range(1, 13))
 ONE = b"i" + content(b"\x01")
 TWO = b"i" + content(b"\x02")
 RAMP = bytes(range(256)) * 5
@@ -125,7 +138,12 @@ KNOWN: list[tuple[str, Any, bytes, str]] = [
         b"f" + bytes.fromhex("0000000000000080"),
         "4ff7fd5a2498bbd51c019f53c6d513dae807ff9992a8e83e0b0892d996035919",
     ),
-    ("no str", "", text(b""), "03b0aeecf105bb22149b1d2fa58e33db773598f147698c55da7cd9455f7c5b02"),
+    (
+        "empty str",
+        "",
+        text(b""),
+        "03b0aeecf105bb22149b1d2fa58e33db773598f147698c55da7cd9455f7c5b02",
+    ),
     (
         "str",
         "naïve",
@@ -139,7 +157,19 @@ KNOWN: list[tuple[str, Any, bytes, str]] = [
         "538fcb28e032b746fbece93767655fff594fbad020a05ee1a35bc5a4b9454199",
     ),
     (
-        "no bytes",
+        "surrogate pair",
+        "\ud83d\ude00",
+        text(b"\xed\xa0\xbd\xed\xb8\x80"),
+        "c5afd051f3c0742c70bdda13f1df3b711a3592b4d36c1695dc7c2f7687b536ec",
+    ),
+    (
+        "emoji",
+        "\U0001f600",
+        text(b"\xf0\x9f\x98\x80"),
+        "200c5b017a6822dd2df39d815dc8dda32c1cfdea25893235c17f0ee6442757da",
+    ),
+    (
+        "empty bytes",
         b"",
         b"b" + n64(0),
         "997136da517dfc8a4adba0a5b5afa17b406a485127191f40963193b2f745c8ab",
@@ -177,7 +207,7 @@ KNOWN: list[tuple[str, Any, bytes, str]] = [
         "5e04b6fedc6a84336616854f20935df1847f7ff686582f6c2794eb093974e67c",
     ),
     (
-        "no float64",
+        "empty float64",
         np.zeros((3, 0)),
         elements(b"float64", (3, 0), b""),
         "1030a7e3d4ab1df6e9ede48418061c73903b3e05993a4b2284b64d5ef66dbea7",
@@ -219,6 +249,30 @@ KNOWN: list[tuple[str, Any, bytes, str]] = [
         "43302e73910e854fc5c3340d7dbeee55a5f1131a8e8add9db5c9cac1b2a0eaba",
     ),
     (
+        "timedelta64",
+        np.array([1, -1], "m8[25s]"),
+        elements(b"timedelta64[25s]", (2,), n64(1) + b"\xff" * 8),
+        "62c4073c067fe508658c29b26a72611174e56b9cef20671ea2c170f1622f3e62",
+    ),
+    (
+        "bytes array",
+        np.array([b"a", b"bc"]),
+        elements(b"bytes16", (2,), b"a\0bc"),
+        "544d760cbe4b20e00bb9cf968dbc9915c24485cecbc0eb4bf3fee4c12421bc44",
+    ),
+    (
+        "large uint8",
+        np.frombuffer(RAMP, np.uint8),
+        elements(b"uint8", (1280,), RAMP),
+        "6c608e717f1fd07831c6ed109f8280bba9b7cda0cc03e7ec624dc78c0d1db085",
+    ),
+    (
+        "complex32",
+        torch.tensor([1.0, -2.0], dtype=torch.float16).view(torch.complex32),
+        elements(b"complex32", (1,), bytes.fromhex("003c00c0")),
+        "b10cca488adba79e2a70ccf3ade0a5239d981c306b890616444130237da89d19",
+    ),
+    (
         "typed buffer",
         array.array("H", [1, 2]),
         elements(b"uint16", (2,), b"\1\0\2\0"),
@@ -237,16 +291,22 @@ KNOWN: list[tuple[str, Any, bytes, str]] = [
         "c90d50a14b022a5a2b79105f3e03b25512d28dff059c9b0761b097694cd9fc6b",
     ),
     (
-        "P",
-        palette_image(),
-        picture(
-            b"P",
-            (2, 2),
-            b"\0\1\1\0",
-            palette=b"t" + n64(2) + text(b"RGB") + b"b" + content(bytes([1, 2, 3, 4, 5, 6])),
-            transparency=ONE,
-        ),
-        "aa693142e39f8fa8d622a137353728e242e9bb102631844da639572a2cb42d0c",
+        "P, RGB, int",
+        palette_image("P", "RGB", 1),
+        picture(b"P", (2, 1), b"\0\1", colours(b"RGB"), ONE),
+        "aa45b59fa82fa48486eebfc4b9a8e42cf88efab29d5d64beea8d1a3a9ee47228",
+    ),
+    (
+        "PA, RGBA, bytes",
+        palette_image("PA", "RGBA", b"\x80"),
+        picture(b"PA", (2, 1), b"\0\1\2\3", colours(b"RGBA"), b"b" + content(b"\x80")),
+        "fa7a3061c60b0e8911511498d631a07090a8af5387f3245c948e2ef965da496f",
+    ),
+    (
+        "L/P",
+        mislabelled_image(),
+        picture(b"L/P", (2, 1), b"\0\1", colours(b"RGB")),
+        "cdb51fa504f1f33da1fe9b9b981a51aff439cbbc51e6e352a95c0db179ffe926",
     ),
     (
         "1",
@@ -259,6 +319,18 @@ KNOWN: list[tuple[str, Any, bytes, str]] = [
         Image.new("I", (1, 1), -2),
         picture(b"I", (1, 1), b"\xfe\xff\xff\xff"),
         "4d61443b26668ee29dc161580f25112b346982c294fe25be9d01eb9569659767",
+    ),
+    (
+        "F",
+        Image.new("F", (1, 1), 1.5),
+        picture(b"F", (1, 1), bytes.fromhex("0000c03f")),
+        "2c2a4d02cd94dae15155e9ac8d2b2fdd4b22a21039e6da078903991c3f4cb40c",
+    ),
+    (
+        "I;16B",
+        Image.new("I;16B", (1, 1), 258),
+        picture(b"I;16B", (1, 1), b"\1\2"),
+        "807b41351ac4a5e9e3f92a541ada811aedede679b4fba122f8db19880c97b9aa",
     ),
     (
         "large L",

@@ -1,11 +1,12 @@
 """Properties of ``hash_feature``: equal keys for equal content, and for nothing else.
 
-``HYPOTHESIS_PROFILE=soak`` makes a fuzz run of many minutes of it.
+``HYPOTHESIS_PROFILE=soak`` runs them for many minutes.
 """
 
 from __future__ import annotations
 
 import collections
+import ctypes
 import io
 import itertools
 import random
@@ -213,7 +214,12 @@ def parts(data: bytes, cuts: list[int]) -> list[bytes]:
 FOREIGN = st.sampled_from(
     [
         *(set(), 1j, object(), int, range(3), iter(()), NotImplemented, ..., np.zeros(1, "O")),
-        *(np.zeros(1, "V2"), np.ma.masked, torch.zeros(1, device="meta"), memoryview(b"ab")[:0]),
+        *(
+            np.zeros(1, "V2"),
+            np.ma.masked,
+            torch.zeros(1, device="meta"),
+            (ctypes.c_void_p * 1)(),
+        ),
         *(np.dtype("f4"), np.zeros(1, "i4,f4"), torch.eye(2).to_sparse(), Image, torch.float16),
     ]
 )
@@ -223,11 +229,12 @@ FOREIGN = st.sampled_from(
 def test_anything_has_a_key_or_a_clear_error(value: Any) -> None:
     try:
         key = hash_feature(value)
-    except TypeError:
-        with pytest.raises(TypeError, match="got "):
-            hash_feature(value)
+    except TypeError as error:
+        refused = str(error)
     else:
         assert hash_feature(value) == key
+        return
+    assert "got " in refused
 
 
 # Image files with errors in them
@@ -273,7 +280,7 @@ def damaged(image_format: str, seed: int) -> bytes:
     rng = random.Random(seed)
     data = bytearray(FILES[image_format])
     for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
-        start = rng.randrange(len(data))
+        start = rng.randrange(len(data) or 1)
         end = start + rng.choice([1, 1, 2, 4, 16])
         how = rng.choice(["change"] * 8 + ["drop", "repeat", "cut"])
         if how == "cut":
@@ -309,9 +316,10 @@ def test_damaged_image_files(image_format: str, seed: int, frame: int) -> None:
         key = hash_feature(opened())
         assert hash_feature(loaded) == key
         assert hash_feature(loaded) == key
-        # Pillow's copies have the metadata anew, without what it remembers of other frames.
+        # Pillow's copies have the mode of the pixels, and no metadata of another frame.
         copied = loaded.copy()
-        assert (hash_feature(copied) == key) == (orientation(copied) == orientation(loaded))
+        same = orientation(copied) == orientation(loaded) and copied.mode == loaded.mode
+        assert (hash_feature(copied) == key) == same
 
 
 def orientation(image: Image.Image) -> int:

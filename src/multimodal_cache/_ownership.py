@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from multimodal_cache._tensors import bytes_reached, dense_storage, describe
+from multimodal_cache._tensors import dense_storage, require_memory
 from multimodal_cache.base import EmbeddingResult, EmbeddingTypeError
 
 T = TypeVar("T")
@@ -50,10 +50,15 @@ def plan_ownership(result: Any, *, copy_all: bool) -> tuple[int, Replacements]:
     kept = set()
     tensors = _tensors(result)
     for tensor in tensors:
-        storage = _countable_storage(tensor)
-        nbytes = tensor.nbytes
-        if copy_all or not _is_whole_allocation(storage, nbytes):
-            _require_readable(tensor, storage)
+        try:
+            storage = dense_storage(tensor)
+            nbytes = tensor.nbytes
+            copied = copy_all or not _is_whole_allocation(storage, nbytes)
+            if copied:
+                require_memory(tensor, storage)
+        except TypeError as error:
+            raise EmbeddingTypeError(f"embedding can't be cached: {error}") from None
+        if copied:
             replacements[id(tensor)] = functools.partial(_copy, tensor)
         else:
             if _keeps_more_than_storage(tensor):
@@ -85,17 +90,6 @@ def replace_tensors(result: Any, replacements: Replacements) -> Any:
 # One tensor
 
 
-def _countable_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    storage = dense_storage(tensor)
-    if storage is None:
-        raise EmbeddingTypeError(
-            "the tensors of an embedding must be dense and have memory of their own (not sparse, "
-            "quantised, nested, meta, uninitialised or of a subclass with __torch_dispatch__), "
-            f"got a {describe(tensor)}"
-        )
-    return storage
-
-
 def _is_whole_allocation(storage: torch.UntypedStorage, nbytes: int) -> bool:
     """Whether a tensor of so many bytes fills its storage, and that is an allocation of torch.
 
@@ -124,15 +118,6 @@ def _keeps_more_than_storage(tensor: torch.Tensor) -> bool:
         _keeps_more_than_storage(base)
         or base.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
     )
-
-
-def _require_readable(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
-    needed = bytes_reached(tensor)
-    if needed > storage.nbytes():
-        raise EmbeddingTypeError(
-            f"the tensors of an embedding must have their memory, got one that needs {needed} "
-            f"bytes of a storage of {storage.nbytes()}"
-        )
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 
 
-def dense_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+def dense_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     """Returns the storage that holds all the elements of a tensor.
 
-    Returns:
-        None where there is no such storage: for sparse, quantised, nested, meta and
-        uninitialised tensors, and those of a subclass with ``__torch_dispatch__``, which may
-        wrap other tensors.
+    Raises:
+        TypeError: There is no such storage. A subclass with ``__torch_dispatch__`` may wrap
+            other tensors.
     """
     if (
         tensor.layout is torch.strided
@@ -29,25 +28,27 @@ def dense_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
             pass
         except ValueError:  # torch.nn.UninitializedParameter
             pass
-    return None
+    raise TypeError(
+        "tensors must be dense and have memory of their own (not sparse, quantised, nested, meta, "
+        f"uninitialised or of a subclass with __torch_dispatch__), got a {type(tensor).__name__} "
+        f"with layout={tensor.layout}, dtype={tensor.dtype}, is_nested={tensor.is_nested}, "
+        f"device={tensor.device}"
+    )
 
 
-def bytes_reached(tensor: torch.Tensor) -> int:
-    """Returns how many bytes of its storage a tensor needs, counted from the storage's start.
+def require_memory(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+    """Refuses a tensor whose storage was shrunk or freed: to read it would crash the process.
 
-    To read a tensor whose storage has fewer, since it was shrunk or freed, would crash the
-    process.
+    Raises:
+        TypeError: The tensor reaches beyond the end of its storage.
     """
     reach = tensor.numel()
     if reach and not tensor.is_contiguous():
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         reach = 1 + sum((n - 1) * step for n, step in steps)
-    return int(tensor.storage_offset() + reach) * tensor.element_size() if reach else 0
-
-
-def describe(tensor: torch.Tensor) -> str:
-    """Says of what kind a tensor is, for the message of an error."""
-    return (
-        f"{type(tensor).__name__} with layout={tensor.layout}, dtype={tensor.dtype}, "
-        f"is_nested={tensor.is_nested}, device={tensor.device}"
-    )
+    needed = (tensor.storage_offset() + reach) * tensor.element_size()
+    if reach and needed > storage.nbytes():
+        raise TypeError(
+            f"tensors must have their memory, got one that needs {needed} bytes of a storage of "
+            f"{storage.nbytes()}"
+        )
