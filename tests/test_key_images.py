@@ -320,6 +320,33 @@ def test_threads_that_hash_one_turned_image_agree() -> None:
         sys.setswitchinterval(switching)
 
 
+@pytest.mark.parametrize("image_format", ["PNG", "JPEG", "GIF", "TIFF", "WEBP"])
+def test_threads_that_hash_one_image_load_it_once(image_format: str) -> None:
+    file = io.BytesIO()
+    frames = {"save_all": True, "append_images": [noise(size=(300, 200), seed=1)]}
+    noise(size=(300, 200)).save(file, image_format, **(frames if image_format == "GIF" else {}))
+    expected = hash_feature(Image.open(file))
+
+    def ask(image: Image.Image, barrier: threading.Barrier) -> int:
+        barrier.wait(60)
+        return hash_feature([image, 1])
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(25):
+            image = Image.open(file)
+            barrier = threading.Barrier(4)
+            asked = [pool.submit(ask, image, barrier) for _ in range(4)]
+            assert len({future.result(60) for future in asked}) == 1
+            assert hash_feature(image) == expected
+
+
+def test_an_image_that_contains_itself_is_refused() -> None:
+    image = noise()
+    image.info["transparency"] = [image]
+    with pytest.raises(ValueError, match="does it contain itself?"):
+        hash_feature(image)
+
+
 def test_pillow_is_not_imported_and_not_needed() -> None:
     without = (
         "import sys\n"

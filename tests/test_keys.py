@@ -22,6 +22,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 from support import UNCOUNTABLE, assert_distinct, assert_same, result, run_python
 
 from multimodal_cache import CombinedHash, MultiModalStaticCache, hash_feature, keys
@@ -137,15 +138,26 @@ def test_an_instance_of_a_subclass_is_what_its_base_is() -> None:
     class Level(enum.IntEnum):
         HIGH = 3
 
+    class Int(int):
+        def __invert__(self) -> int:
+            return 0
+
     class Array(np.ndarray[Any, Any]):
-        pass
+        shape = (99,)  # type: ignore[assignment]
+
+    class Tensor(torch.Tensor):
+        shape = torch.Size([99])  # type: ignore[assignment]
+
+        def numpy(self, **options: Any) -> Any:
+            return np.zeros(1)
 
     assert_same("a", Text("a"))
     assert_same([1, 2], Items([1, 2]))
     assert_same((1, 2), Point(1, 2), torch.Size([1, 2]))
     assert_same(3, Level.HIGH)
+    assert_same(-1000, Int(-1000))
     assert_same(np.arange(3), np.arange(3).view(Array))
-    assert_same(torch.ones(2), torch.nn.Parameter(torch.ones(2)))
+    assert_same(torch.ones(2), torch.nn.Parameter(torch.ones(2)), torch.ones(2).as_subclass(Tensor))
 
 
 def test_one_object_may_stand_in_several_places() -> None:
@@ -158,6 +170,12 @@ def test_one_object_may_stand_in_several_places() -> None:
 
 class Described(ctypes.Structure):
     _fields_ = (("a", ctypes.c_int), ("b", ctypes.c_float))
+
+
+class Packed(ctypes.Structure):
+    _layout_ = "ms"
+    _pack_ = 1
+    _fields_ = (("a", ctypes.c_uint8 * 8),)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +198,7 @@ class Described(ctypes.Structure):
         (torch.zeros(2).untyped_storage(), "torch.storage.UntypedStorage"),
         (Described(), "with dtype [('a', '<i4'), ('b', '<f4')]"),
         (CombinedHash([1, 2]), "CombinedHash, whose items would not count"),
+        ((Packed * 4)(), "memoryviews must have a format that NumPy knows, got 'B'"),
         ((ctypes.c_void_p * 2)(), "'<P'"),
         (memoryview(bytes(16)).cast("P"), "'P'"),
         (np.array([None]), "numpy.ndarray with dtype object"),
@@ -210,13 +229,14 @@ def test_tensors_without_memory_of_their_own_are_refused(kind: str) -> None:
         hash_feature({"pixels": UNCOUNTABLE[kind]()})
 
 
-def test_a_tensor_that_stands_for_others_is_refused() -> None:
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.functionalize])
+def test_a_tensor_that_stands_for_others_is_refused(transform: Callable[..., Any]) -> None:
     def inside(tensor: torch.Tensor) -> torch.Tensor:
         with pytest.raises(TypeError, match="tensors must be dense"):
             hash_feature(tensor)
         return tensor
 
-    torch.func.vmap(inside)(torch.zeros(2, 3))
+    transform(inside)(torch.zeros(2, 3))
 
 
 def test_a_structure_that_contains_itself_is_refused() -> None:
@@ -327,31 +347,47 @@ def test_threads_agree() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_forked_child_makes_the_same_keys() -> None:
-    """BLAKE3's pool of threads is there in the child, but not its threads."""
+@pytest.mark.parametrize("kind", ["large", "image"])
+def test_a_forked_child_makes_the_same_keys(kind: str) -> None:
+    """It has BLAKE3's pool of threads, but not the threads, nor those that hold locks."""
     code = (
-        "import os, signal\n"
+        "import os, signal, sys, threading\n"
+        "from PIL import Image\n"
         "from multimodal_cache import hash_feature, keys\n"
-        "data = bytes(keys.PARALLEL_BYTES)\n"
-        "key = hash_feature(data)\n"
+        "large = bytes(keys.PARALLEL_BYTES)\n"
+        "feature = large if sys.argv[1] == 'large' else Image.new('L', (9, 9))\n"
+        "key = hash_feature(feature)\n"
+        "hash_feature(large)\n"
+        "done = threading.Event()\n"
+        "held = threading.Barrier(2)\n"
+        "def hold():\n"
+        "    for lock in keys._load_locks:\n"
+        "        lock.acquire()\n"
+        "    held.wait(60)\n"
+        "    done.wait(60)\n"
+        "holder = threading.Thread(target=hold)\n"
+        "holder.start()\n"
+        "held.wait(60)\n"
         "child = os.fork()\n"
         "if child == 0:\n"
         "    signal.alarm(60)\n"
-        "    os._exit(0 if hash_feature(data) == key else 1)\n"
+        "    os._exit(0 if hash_feature(feature) == key else 1)\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+        "done.set()\n"
+        "holder.join()\n"
     )
-    assert run_python(code) == "0\n"
+    assert run_python(code, kind) == "0\n"
 
 
-def test_several_threads_make_the_same_key_as_one() -> None:
+def test_several_threads_make_the_same_key_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     data = random.Random(0).randbytes(keys.PARALLEL_BYTES + 12345)
-    with mock.patch.object(keys, "blake3", wraps=keys.blake3) as hasher:
-        hasher.AUTO = keys.blake3.AUTO
-        with mock.patch.object(keys, "PARALLEL_BYTES", sys.maxsize):
-            alone = hash_feature(data)
-        assert {call.kwargs["max_threads"] for call in hasher.call_args_list} == {1}
-        assert hash_feature(data) == alone
-        assert hasher.call_args_list[-2].kwargs["max_threads"] == hasher.AUTO
+    hasher = mock.Mock(wraps=keys.blake3)
+    monkeypatch.setattr(keys, "blake3", hasher)
+    together = hash_feature(data)
+    monkeypatch.setattr(keys, "PARALLEL_BYTES", sys.maxsize)
+    assert hash_feature(data) == together
+    used = [call.kwargs["max_threads"] for call in hasher.call_args_list]
+    assert used == [blake3.AUTO, 1, 1, 1]  # the data, and what it is a part of; twice
 
 
 @pytest.mark.soak

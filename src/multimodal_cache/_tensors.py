@@ -23,11 +23,14 @@ def dense_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
         )
     ):
         try:
-            return tensor.untyped_storage()
-        except NotImplementedError:  # a stand-in for a tensor, as inside torch.func.vmap
+            storage = tensor.untyped_storage()
+            storage.data_ptr()
+        except RuntimeError:  # a stand-in, as inside torch.func.vmap and functionalize
             pass
         except ValueError:  # torch.nn.UninitializedParameter
             pass
+        else:
+            return storage
     raise TypeError(
         "tensors must be dense and have memory of their own (not sparse, quantised, nested, meta, "
         f"uninitialised or of a subclass with __torch_dispatch__), got a {type(tensor).__name__} "

@@ -79,6 +79,7 @@ import operator
 import os
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -107,7 +108,10 @@ STRIP_PIXELS = 2**17
 _VERSION = b"\x01"
 _MAX_DEPTH = 100
 _INLINE_BYTES = 1024
-_IMPORTING_PROCESS = os.getpid()
+
+_max_threads = blake3.AUTO
+_load_locks = [threading.RLock() for _ in range(64)]
+"""Pillow can't load an image in two threads; this many load at once, if they aren't the same."""
 
 Bytes = bytes | memoryview
 """Contiguous memory, one-dimensional, of single bytes."""
@@ -176,9 +180,9 @@ def hash_feature(feature: Any, *, namespace: str | bytes = "", bits: SupportsInd
     a GPU, once, on the current stream, which is waited for; if it is strided it is made
     contiguous there. An image is packed in small strips.
 
-    Any number of threads may call it, also with the same feature, but for an image that isn't
-    loaded: Pillow can't load one in two threads. A feature that changes meanwhile gets no
-    meaningful key.
+    Any number of threads may call it, also with the same feature. But nothing else may load an
+    image meanwhile, since Pillow can't in two threads; and a feature that changes meanwhile gets
+    no meaningful key, nor does a tensor under ``FakeTensorMode``, which hides what it holds.
 
     Keys that left out shape, dtype, mode, palette or where an item ends, or had 16 or 64 bits,
     were reported as CVE-2025-46722, vLLM #24969, SGLang #25462 and #32404, Dynamo #8341 and
@@ -195,6 +199,17 @@ def hash_feature(feature: Any, *, namespace: str | bytes = "", bits: SupportsInd
         raise TypeError(f"namespace must be str or bytes, got {_type_name(namespace)}")
     digest = _digest(_VERSION + encoded_namespace + _encode(feature, 0))
     return int.from_bytes(digest[: width // 8], "big")
+
+
+def _begin_anew_in_forked_child() -> None:  # pragma: no cover  # in another process
+    """Forgets the other threads, which aren't there: those of BLAKE3, and owners of locks."""
+    global _max_threads, _load_locks
+    _max_threads = 1
+    _load_locks = [threading.RLock() for _ in _load_locks]
+
+
+if hasattr(os, "register_at_fork"):  # pragma: no branch
+    os.register_at_fork(after_in_child=_begin_anew_in_forked_child)
 
 
 def _encode(value: Any, depth: int) -> bytes:
@@ -215,7 +230,7 @@ def _encode_other(value: Any, depth: int) -> bytes:
     """Encodes images, whose class may not be there, and buffers, which have no class."""
     image_class = _image_class()
     if image_class is not None and isinstance(value, image_class):
-        return _encode_image(value)
+        return _encode_image(value, depth)
     try:
         view = memoryview(value)
     except TypeError:
@@ -238,8 +253,9 @@ def _encode_bool(value: bool, depth: int = 0) -> bytes:
 
 
 def _encode_int(value: int, depth: int = 0) -> bytes:
-    bits = int.bit_length(value if value >= 0 else ~value)
-    return b"i" + _content(int.to_bytes(value, bits // 8 + 1, "little", signed=True))
+    plain = int.__index__(value)  # a subclass may have its own arithmetic
+    bits = (plain if plain >= 0 else ~plain).bit_length()
+    return b"i" + _content(plain.to_bytes(bits // 8 + 1, "little", signed=True))
 
 
 def _encode_float(value: float, depth: int = 0) -> bytes:
@@ -255,10 +271,11 @@ def _encode_bytes(value: bytes | bytearray, depth: int = 0) -> bytes:
 
 
 def _encode_view(value: memoryview, depth: int = 0) -> bytes:
-    if value.ndim != 1 or value.format.lstrip("@=<>!") != "B":
+    # ctypes gives the format of a byte to packed structures too.
+    if value.ndim != 1 or value.itemsize != 1 or value.format.lstrip("@=<>!") != "B":
         try:
             array = np.asarray(value)
-        except (ValueError, RuntimeError):
+        except (ValueError, RuntimeError, RuntimeWarning):
             raise TypeError(
                 f"memoryviews must have a format that NumPy knows, got {value.format!r}"
             ) from None
@@ -310,10 +327,12 @@ def _encode_numpy_scalar(value: np.generic, depth: int = 0) -> bytes:
 
 
 def _encode_array(array: np.ndarray, depth: int = 0) -> bytes:
-    if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
-        raise TypeError(
-            f"arrays must not be masked, got {_type_name(array)}: fill it or give its parts"
-        )
+    if type(array) is not np.ndarray:
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError(
+                f"arrays must not be masked, got {_type_name(array)}: fill it or give its parts"
+            )
+        array = np.asarray(array)  # a subclass may have its own shape
     header, little_endian = _numpy_header(array.dtype, array.shape)
     if little_endian is None:
         raise TypeError(
@@ -326,11 +345,17 @@ def _encode_array(array: np.ndarray, depth: int = 0) -> bytes:
 
 def _encode_tensor(tensor: torch.Tensor, depth: int = 0) -> bytes:
     require_memory(tensor, dense_storage(tensor))
+    if type(tensor) is not torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            tensor = tensor.as_subclass(torch.Tensor)  # a subclass may have its own shape
     header, little_endian, view = _torch_header(tensor.dtype, tensor.shape)
-    same_bits = tensor if view is None else view(tensor.resolve_conj().resolve_neg())
+    plain = tensor
+    if view or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        plain = view(plain) if view else plain
     # On a GPU it is made contiguous there, so as to be copied once.
-    same_bits = same_bits if same_bits.is_cpu else same_bits.contiguous()
-    return header + _elements(same_bits.numpy(force=True), little_endian)
+    plain = plain if plain.is_cpu else plain.contiguous().cpu()
+    return header + _elements(plain.numpy(), little_endian)
 
 
 def _elements(array: np.ndarray[Any, Any], little_endian: np.dtype[Any]) -> bytes:
@@ -386,8 +411,10 @@ def _image_class() -> type[Image.Image] | None:
     return getattr(sys.modules.get("PIL.Image"), "Image", None)
 
 
-def _encode_image(image: Image.Image) -> bytes:
-    image.load()  # first: it may change the mode, and a file may have metadata after the pixels
+def _encode_image(image: Image.Image, depth: int) -> bytes:
+    # First of all, since this may change the mode, and a file may have metadata after the pixels.
+    with _load_locks[id(image) // 64 % len(_load_locks)]:
+        image.load()
     mode, consistent = image.mode, image
     if image.im.mode != mode:
         mode, consistent = f"{mode}/{image.im.mode}", image.copy()
@@ -395,7 +422,7 @@ def _encode_image(image: Image.Image) -> bytes:
         (
             b"p",
             _encode_palette(consistent),
-            _encode(image.info.get("transparency"), 0),
+            _encode(image.info.get("transparency"), _deeper(depth)),
             struct.pack("<3Q", _orientation(image), *image.size),
             _content(mode.encode()),
             _encode_pixels(consistent),
@@ -407,7 +434,7 @@ def _encode_palette(image: Image.Image) -> bytes:
     if image.mode not in ("P", "PA"):
         return _encode_none(None)
     # Not the mode of Pillow's own copy of the colours: convert() adds the transparency to that.
-    mode = image.palette.mode if image.palette else "RGB"
+    mode = image.palette.mode if image.palette else image.im.getpalettemode()
     colours = image.getpalette(mode)
     return _encode_tuple((mode, bytes(colours))) if colours else _encode_none(None)
 
@@ -470,10 +497,8 @@ def _content(data: Bytes) -> bytes:
 
 
 def _digest(data: Bytes) -> bytes:
-    # BLAKE3 keeps a pool of threads. A forked child has the pool but not the threads, and would
-    # wait for them for ever.
-    parallel = len(data) >= PARALLEL_BYTES and os.getpid() == _IMPORTING_PROCESS
-    return blake3(data, max_threads=blake3.AUTO if parallel else 1).digest()
+    max_threads = _max_threads if len(data) >= PARALLEL_BYTES else 1
+    return blake3(data, max_threads=max_threads).digest()
 
 
 def _type_name(value: object) -> str:
