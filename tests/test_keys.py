@@ -13,7 +13,7 @@ import pickle
 import random
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,10 @@ def test_an_instance_of_a_subclass_is_what_its_base_is() -> None:
     class Items(list[int]):
         pass
 
+    class First(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(self[:1])
+
     class Point(collections.namedtuple("Point", "x y")):
         pass
 
@@ -153,6 +157,7 @@ def test_an_instance_of_a_subclass_is_what_its_base_is() -> None:
 
     assert_same("a", Text("a"))
     assert_same([1, 2], Items([1, 2]))
+    assert_same([1], First([1, 2]))  # a container is what iterating over it gives
     assert_same((1, 2), Point(1, 2), torch.Size([1, 2]))
     assert_same(3, Level.HIGH)
     assert_same(-1000, Int(-1000))
