@@ -145,3 +145,25 @@ def run_python(code: str, *arguments: str, **environment: str) -> str:
     )
     assert shown.returncode == 0, shown.stderr
     return shown.stdout
+
+
+class EncoderOfNumbers:
+    """Encodes a number as a tensor full of it, and remembers what it was given."""
+
+    def __init__(self, tokens: int = 2) -> None:
+        self.tokens = tokens
+        self.calls: list[list[Any]] = []
+
+    def __call__(self, features: list[Any]) -> torch.Tensor:
+        self.calls.append(features)
+        return torch.stack([torch.full((self.tokens, 1), float(number)) for number in features])
+
+
+def numbers(embeddings: list[torch.Tensor]) -> list[float]:
+    """Returns the numbers of which the embeddings are full."""
+    found = []
+    for embedding in embeddings:
+        assert embedding.ndim == 2
+        assert (embedding == embedding[0, 0]).all()
+        found.append(embedding[0, 0].item())
+    return found

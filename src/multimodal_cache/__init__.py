@@ -6,15 +6,18 @@ from multimodal_cache.base import (
     EmbeddingTypeError,
     MultimodalCache,
 )
+from multimodal_cache.encoder import CachedEncoder
 from multimodal_cache.keys import hash_feature
 from multimodal_cache.static_cache import MultiModalStaticCache
-from multimodal_cache.stats import CacheStats
+from multimodal_cache.stats import CacheStats, EncoderStats
 
 __all__ = [
     "CacheStats",
+    "CachedEncoder",
     "CombinedHash",
     "EmbeddingResult",
     "EmbeddingTypeError",
+    "EncoderStats",
     "MultiModalStaticCache",
     "MultimodalCache",
     "hash_feature",

@@ -56,7 +56,7 @@ class CombinedHash(int):
     _mm_hashes: tuple[int, ...]
 
     def __new__(cls, mm_hashes: Iterable[SupportsIndex]) -> CombinedHash:  # noqa: D102
-        items = tuple([_single_key(item) for item in _ordered_items(mm_hashes)])
+        items = tuple([single_key(item) for item in _ordered_items(mm_hashes)])
         if not items:
             raise ValueError("mm_hashes must hold an item or more, got none")
         return cls._of(items)
@@ -111,6 +111,19 @@ class MultimodalCache(abc.ABC):
     def get(self, mm_hashes: list[int], combined_hash: int | None = None) -> EmbeddingResult | None:
         """Returns what is cached for this list of items, or None."""
 
+    def get_single(self, mm_hash: int) -> EmbeddingResult | None:
+        """Returns what is cached for one item by itself, or None.
+
+        The reference has it in one of its caches only, so it isn't abstract.
+
+        Raises:
+            NotImplementedError: The subclass doesn't define it.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} doesn't define get_single(mm_hash), which looks one item up "
+            "by its own key; CachedEncoder needs it"
+        )
+
     @abc.abstractmethod
     def set(self, mm_hash: int, embedding: Any, mm_embedding_allocator: Any) -> bool:
         """Caches an embedding; returns whether it is now in the cache."""
@@ -158,7 +171,7 @@ def item_keys(mm_hashes: Iterable[SupportsIndex | None] | None) -> tuple[int, ..
             break
     else:
         return items or None  # type: ignore[return-value]  # all of them are plain ints
-    keys = tuple([_single_key(item) for item in items if item is not None])
+    keys = tuple([single_key(item) for item in items if item is not None])
     return keys if len(keys) == len(items) else None
 
 
@@ -181,7 +194,12 @@ def as_int(name: str, value: Any) -> int:
     raise TypeError(f"{name} must be an int, got {type(value).__name__}")
 
 
-def _single_key(item: Any) -> int:
+def single_key(item: Any) -> int:
+    """Returns the key of a single item as a plain int.
+
+    Raises:
+        TypeError: ``item`` isn't an int, or is the ``CombinedHash`` of several items.
+    """
     if isinstance(item, CombinedHash):
         raise TypeError(
             "an item of mm_hashes must be the key of a single item, "

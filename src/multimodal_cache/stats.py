@@ -1,4 +1,4 @@
-"""The counters of a cache, as one consistent snapshot."""
+"""The counters of a cache or of an encoder, as one consistent snapshot."""
 
 from __future__ import annotations
 
@@ -47,3 +47,29 @@ class CacheStats:
         """Hits per lookup, from 0.0 to 1.0; 0.0 before the first lookup."""
         lookups = self.hits + self.misses
         return self.hits / lookups if lookups else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderStats:
+    """What a ``CachedEncoder`` has done since it was made.
+
+    A consistent snapshot. Each feature of a call that returned was a hit, encoded or coalesced.
+
+    Attributes:
+        calls: Calls that looked their keys up: all with valid arguments.
+        hits: Features whose embedding was in the cache.
+        encoded: Features that ``encode`` was given and returned an embedding for.
+        coalesced: Features that were served by somebody else's encode: that of another call, or
+            of a feature with the same key in the same call.
+        row_mismatches: Entries that were dropped from the cache because their number of rows
+            was not that of ``num_tokens``.
+        failures: Calls of ``encode`` that raised, were interrupted, or returned what can't be
+            split into embeddings or cached.
+    """
+
+    calls: int
+    hits: int
+    encoded: int
+    coalesced: int
+    row_mismatches: int
+    failures: int

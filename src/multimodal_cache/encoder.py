@@ -1,0 +1,593 @@
+"""Around a vision encoder: what is cached isn't encoded, and nothing is encoded twice at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import threading
+import types
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, SupportsIndex, TypeAlias
+
+import torch
+
+from multimodal_cache.base import EmbeddingResult, MultimodalCache, as_int, single_key
+from multimodal_cache.keys import hash_feature
+from multimodal_cache.stats import EncoderStats
+
+EncoderOutput: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
+EncodeFunction: TypeAlias = Callable[[list[Any]], EncoderOutput | Awaitable[EncoderOutput]]
+
+_encoding: contextvars.ContextVar[tuple[CachedEncoder, ...]] = contextvars.ContextVar(
+    "_encoding", default=()
+)
+"""The encoders inside whose ``encode`` this code runs."""
+
+
+class CachedEncoder:
+    """Calls a vision encoder for what isn't in a cache, once for each image.
+
+    Any number of threads, and of asyncio tasks on any number of event loops, may call one
+    encoder. A key that one of them is encoding is waited for by the others. The life of a key
+    that isn't cached:
+
+    1. A call looks up all its keys in the cache, without the encoder's lock.
+    2. Under the lock it *claims* the missing keys that nobody has claimed: each gets a flight,
+       in a table by key. A key with a flight is somebody else's, and will be waited for.
+    3. It encodes all that it claimed, in one call of ``encode``, without the lock.
+    4. The flights *land*: the embeddings go into the cache, the flights leave the table, and
+       then those who wait get them. If ``encode`` failed they get its error, or nothing.
+    5. Only now the call waits for the flights of others; so calls that overlap never wait for
+       each other in a circle. What it got nothing for goes back to 1.
+
+    A flight belongs to the ``generation`` of the cache in which it was claimed: a call that
+    comes after ``clear()`` doesn't wait for one from before, and what that returns late isn't
+    cached.
+
+    Args:
+        cache: Keeps the embeddings: any ``MultimodalCache`` with ``get_single``, ``set`` and
+            ``free``. Where it has a ``generation``, ``clear()`` works during an encode.
+        encode: The vision encoder. It gets a list of features, those that are missing, each
+            distinct key once, in first-seen order, and returns their embeddings:
+
+            - a list or tuple with one tensor for each feature, of rank 2 or more, whose first
+              dimensions are flattened to ``[tokens, hidden]``;
+            - one tensor ``[features, tokens, hidden]``;
+            - or one tensor ``[tokens of all features, hidden]``, which is cut by ``num_tokens``;
+              for one feature that isn't needed.
+
+            It runs under ``torch.no_grad()``. It may reuse its output buffer, since each
+            embedding is copied out of what it returns. It may be a coroutine function, for
+            ``encode_async``.
+        namespace: As for ``hash_feature``: whatever changes the embedding and isn't in the
+            feature.
+        key: Makes the key of a feature, an int, or None for one that must not be cached or
+            shared; for example from the compressed file, or from an id that the server
+            trusts. By default ``hash_feature(feature, namespace=namespace)``.
+
+    Raises:
+        TypeError: ``encode`` or ``key`` can't be called, or ``namespace`` is neither str nor
+            bytes.
+    """
+
+    def __init__(
+        self,
+        cache: MultimodalCache,
+        encode: EncodeFunction,
+        *,
+        namespace: str | bytes = "",
+        key: Callable[[Any], SupportsIndex | None] | None = None,
+    ) -> None:
+        if not callable(encode):
+            raise TypeError(f"encode must be callable, got {type(encode).__name__}")
+        if key is not None and not callable(key):
+            raise TypeError(f"key must be callable or None, got {type(key).__name__}")
+        hash_feature(None, namespace=namespace)  # refuses a bad one now
+        self._cache = cache
+        self._encode = encode
+        self._is_coroutine_function = _is_coroutine_function(encode)
+        self._namespace = namespace
+        self._key = key
+        self._lock = threading.RLock()  # a finalizer may call back
+        self._flights: dict[int, _Flight] = {}
+        self._landings = 0
+        self._tasks: set[asyncio.Future[BaseException | None]] = set()
+        self._calls = self._hits = self._encoded = self._coalesced = 0
+        self._row_mismatches = self._failures = 0
+
+    def __call__(
+        self,
+        features: Iterable[Any],
+        mm_hashes: Iterable[SupportsIndex | None] | None = None,
+        num_tokens: Iterable[SupportsIndex] | None = None,
+    ) -> list[torch.Tensor]:
+        """Returns the embedding of each feature.
+
+        Args:
+            features: What ``encode`` takes, one for each image.
+            mm_hashes: The key of each feature, where the server has them already. A feature
+                with the key None is encoded, but neither cached nor shared.
+            num_tokens: The number of rows that each embedding must have, such as the number of
+                placeholders in the prompt. A cached embedding of another length is dropped
+                and encoded again. Features with one key and different lengths are encoded
+                separately.
+
+        Returns:
+            A tensor ``[num_tokens, hidden]`` for each feature, in order, without a graph. It is
+            the tensor that the cache holds, and others get: treat it as read-only. It stays
+            valid when it is evicted, and keeps no batch alive.
+
+        Raises:
+            TypeError: An argument is of the wrong type, or ``encode`` is a coroutine function.
+            ValueError: The arguments differ in length, or what ``encode`` returned has the
+                wrong type, number or shape. Nothing of it is cached.
+            RuntimeError: The call would have to wait where that would never end: inside
+                ``encode`` of this encoder, or on a thread whose event loop is running.
+            Exception: What ``encode`` raised, here or, if it encoded nothing but a key that
+                this call waited for, elsewhere. Failures aren't remembered.
+        """
+        if self._is_coroutine_function:
+            raise TypeError("encode is a coroutine function: await encode_async(...) instead")
+        items = _as_list("features", features)
+        call = _Call(self, items, self._keys(items, mm_hashes), _lengths(items, num_tokens))
+        while call.look_up_and_claim():
+            error = call.encode_claimed()
+            if error is not None:
+                raise error
+            for want, flight in call.awaited():
+                self._require_may_wait(loop_is_running=_loop_is_running())
+                want.take(flight, flight.landed.result())
+        return call.embeddings()
+
+    async def encode_async(
+        self,
+        features: Iterable[Any],
+        mm_hashes: Iterable[SupportsIndex | None] | None = None,
+        num_tokens: Iterable[SupportsIndex] | None = None,
+    ) -> list[torch.Tensor]:
+        """Returns the embedding of each feature, as a call does, for asyncio.
+
+        Keys are made in a worker thread of the event loop, and there a plain ``encode`` runs; a
+        coroutine function runs on the loop. Waiting takes no thread. To cancel the task doesn't
+        cancel an ``encode`` that was begun: it ends, and its embeddings are cached.
+
+        Args:
+            features: As above.
+            mm_hashes: As above.
+            num_tokens: As above.
+
+        Returns:
+            As above.
+
+        Raises:
+            TypeError: An argument is of the wrong type.
+            ValueError: As above.
+            RuntimeError: The call would have to wait inside ``encode`` of this encoder.
+            Exception: As above.
+        """
+        items = _as_list("features", features)
+        if mm_hashes is None and items:
+            keys = await asyncio.to_thread(self._keys, items, None)
+        else:
+            keys = self._keys(items, mm_hashes)
+        call = _Call(self, items, keys, _lengths(items, num_tokens))
+        while call.look_up_and_claim():
+            error = await self._encode_elsewhere(call)
+            if error is not None:
+                raise error
+            for want, flight in call.awaited():
+                self._require_may_wait(loop_is_running=False)
+                want.take(flight, await asyncio.wrap_future(flight.landed))
+        return call.embeddings()
+
+    def stats(self) -> EncoderStats:
+        """Returns a consistent snapshot of the counters."""
+        with self._lock:
+            return EncoderStats(
+                calls=self._calls,
+                hits=self._hits,
+                encoded=self._encoded,
+                coalesced=self._coalesced,
+                row_mismatches=self._row_mismatches,
+                failures=self._failures,
+            )
+
+    def _keys(
+        self, features: list[Any], mm_hashes: Iterable[SupportsIndex | None] | None
+    ) -> list[int | None]:
+        if mm_hashes is not None:
+            given = _as_list("mm_hashes", mm_hashes, len(features))
+        elif self._key is not None:
+            given = [self._key(feature) for feature in features]
+        else:
+            return [hash_feature(feature, namespace=self._namespace) for feature in features]
+        return [None if item is None else single_key(item) for item in given]
+
+    async def _encode_elsewhere(self, call: _Call) -> BaseException | None:
+        """Encodes what a call claimed, in a way that outlives the call."""
+        if not call.claimed:
+            return None
+        begun: asyncio.Future[BaseException | None]
+        if self._is_coroutine_function:
+            begun = asyncio.ensure_future(call.encode_claimed_async())
+        else:
+            run = contextvars.copy_context().run
+            begun = asyncio.get_running_loop().run_in_executor(None, run, call.encode_claimed)
+        self._tasks.add(begun)  # the loop itself would let go of it
+        begun.add_done_callback(self._tasks.discard)
+        begun.add_done_callback(lambda _: call.land([]))  # if it was cancelled before it began
+        return await asyncio.shield(begun)
+
+    def _require_may_wait(self, *, loop_is_running: bool) -> None:
+        if self in _encoding.get():
+            raise RuntimeError(
+                "a call from inside encode would have to wait for an image that is being encoded"
+            )
+        if loop_is_running:
+            raise RuntimeError(
+                "a synchronous call on the thread of a running event loop would have to wait for "
+                "an image that is being encoded: await encode_async(...) instead"
+            )
+
+
+Landed: TypeAlias = torch.Tensor | Exception | None
+"""The embedding; or the error of an ``encode`` that had nothing else to do; or neither."""
+
+
+@dataclass(eq=False, slots=True)
+class _Flight:
+    """One key that is being encoded, from its claim to its landing."""
+
+    owner: _Call
+    length: int | None
+    generation: Any
+    landed: Future[Landed] = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        self.landed.set_running_or_notify_cancel()  # a waiter that is cancelled can't cancel it
+
+
+@dataclass(eq=False, slots=True)
+class _Want:
+    """What a call wants: one key, of one length, for one of its features or several."""
+
+    feature: Any
+    key: int | None
+    length: int | None
+    places: list[int]
+    embedding: torch.Tensor | None = None
+    coalesced: bool = False
+    flight: _Flight | None = None  # ours while it is claimed, another call's while it is awaited
+
+    def fits(self, embedding: torch.Tensor) -> bool:
+        return self.length is None or embedding.shape[0] == self.length
+
+    def take(self, flight: _Flight, landed: Landed) -> None:
+        """Takes what another call's flight brought, if it is of use here."""
+        if isinstance(landed, Exception):
+            if flight.length == self.length:  # else the error may be about the length
+                raise landed
+        elif landed is not None and self.fits(landed):
+            self.embedding, self.coalesced = landed, True
+
+
+class _Call:
+    """One call of an encoder, on its way to an embedding for each feature."""
+
+    def __init__(
+        self,
+        encoder: CachedEncoder,
+        features: list[Any],
+        keys: list[int | None],
+        lengths: Sequence[int | None],
+    ) -> None:
+        self._encoder = encoder
+        self._size = len(features)
+        self._wants: list[_Want] = []
+        self._counted = False
+        self.claimed: list[_Want] = []
+        known: dict[tuple[int, int | None], _Want] = {}
+        for place, (feature, key, length) in enumerate(zip(features, keys, lengths, strict=True)):
+            want = None if key is None else known.get((key, length))
+            if want is not None:
+                want.places.append(place)
+                continue
+            want = _Want(feature, key, length, [place])
+            self._wants.append(want)
+            if key is not None:
+                known[key, length] = want
+
+    def embeddings(self) -> list[torch.Tensor]:
+        """Returns the embeddings in the order of the features."""
+        placed: list[Any] = [None] * self._size
+        coalesced = 0
+        for want in self._wants:
+            for place in want.places:
+                placed[place] = want.embedding
+            coalesced += len(want.places) if want.coalesced else 0
+        if coalesced:
+            with self._encoder._lock:
+                self._encoder._coalesced += coalesced
+        return placed
+
+    def awaited(self) -> list[tuple[_Want, _Flight]]:
+        """Returns what other calls are encoding for this one."""
+        return [
+            (want, want.flight)
+            for want in self._wants
+            if want.embedding is None and want.flight is not None
+        ]
+
+    def look_up_and_claim(self) -> bool:
+        """Looks up what is missing, and claims what nobody encodes; False if all is there."""
+        encoder = self._encoder
+        landings = encoder._landings
+        missing, hits, mismatches = self._look_up(self._wants)
+        with encoder._lock:
+            if missing and landings != encoder._landings:  # perhaps it has just landed
+                missing, more_hits, more_mismatches = self._look_up(missing)
+                hits, mismatches = hits + more_hits, mismatches + more_mismatches
+            encoder._calls += not self._counted
+            encoder._hits += hits
+            encoder._row_mismatches += mismatches
+            self._counted = True
+            if missing:
+                self._claim(missing)
+        return bool(missing)
+
+    def _look_up(self, wants: list[_Want]) -> tuple[list[_Want], int, int]:
+        """Returns what is missing, and counts hits and entries of the wrong length."""
+        cache = self._encoder._cache
+        missing = []
+        hits = mismatches = 0
+        for want in wants:
+            if want.embedding is not None:
+                continue
+            found = None if want.key is None else cache.get_single(want.key)
+            if found is None:
+                missing.append(want)
+                continue
+            embedding = _as_rows(found.embedding)
+            if embedding is not None and want.fits(embedding):
+                want.embedding = embedding
+                hits += len(want.places)
+            else:
+                assert want.key is not None
+                cache.free(want.key, None)
+                mismatches += 1
+                missing.append(want)
+        return missing, hits, mismatches
+
+    def _claim(self, missing: list[_Want]) -> None:
+        encoder = self._encoder
+        generation = getattr(encoder._cache, "generation", None)
+        for want in missing:
+            flight = None if want.key is None else encoder._flights.get(want.key)
+            if flight is not None and flight.generation == generation:
+                if flight.owner is not self:
+                    want.flight = flight
+                    continue
+                want.flight = None  # the same key with another length: encoded by itself
+            elif want.key is not None:
+                want.flight = _Flight(self, want.length, generation)
+                encoder._flights[want.key] = want.flight
+            self.claimed.append(want)
+
+    # Encoding what was claimed
+
+    def encode_claimed(self) -> BaseException | None:
+        """Encodes, and lands; returns what went wrong."""
+        if not self.claimed:
+            return None
+        inside = _encoding.set((*_encoding.get(), self._encoder))
+        try:
+            with torch.no_grad():
+                output = self._encoder._encode([want.feature for want in self.claimed])
+                embeddings = self._copy_out(output)
+        except BaseException as error:  # noqa: BLE001  # whatever it is, nobody must wait for ever
+            self.land(error)
+            return error
+        finally:
+            _encoding.reset(inside)
+        return self._store_and_land(embeddings)
+
+    async def encode_claimed_async(self) -> BaseException | None:
+        """The same for an ``encode`` that is a coroutine function."""
+        inside = _encoding.set((*_encoding.get(), self._encoder))
+        try:
+            output: Any = self._encoder._encode([want.feature for want in self.claimed])
+            output = await _without_grad(output)
+            embeddings = self._copy_out(output)
+        except asyncio.CancelledError as error:
+            self.land(error)
+            raise
+        except BaseException as error:  # noqa: BLE001
+            self.land(error)
+            return error
+        finally:
+            _encoding.reset(inside)
+        return self._store_and_land(embeddings)
+
+    def _copy_out(self, output: Any) -> list[torch.Tensor]:
+        """Copies each embedding, so that none keeps a batch, a graph or a reused buffer."""
+        lengths = [want.length for want in self.claimed]
+        return [
+            rows.detach().clone(memory_format=torch.contiguous_format)
+            for rows in split_output(output, lengths)
+        ]
+
+    def _store_and_land(self, embeddings: list[torch.Tensor]) -> BaseException | None:
+        cache = self._encoder._cache
+        try:
+            for want, embedding in zip(self.claimed, embeddings, strict=True):
+                if want.key is not None and want.flight is not None:
+                    result = EmbeddingResult(embedding=embedding)
+                    generation = want.flight.generation
+                    options = {} if generation is None else {"generation": generation}
+                    cache.set(want.key, result, None, **options)
+        except BaseException as error:  # noqa: BLE001
+            self.land(error)
+            return error
+        self.land(embeddings)
+        return None
+
+    def land(self, outcome: list[torch.Tensor] | BaseException) -> None:
+        """Ends the flights that haven't ended, with the embeddings or with an error or nothing.
+
+        The error goes to those who wait for a key that was encoded alone; others try again
+        themselves, and so they do where the encode was interrupted.
+        """
+        encoder, claimed = self._encoder, self.claimed
+        if not claimed:
+            return
+        self.claimed = []
+        for_all: Landed = None
+        if isinstance(outcome, Exception) and len(claimed) == 1:
+            for_all = outcome
+        embeddings: list[Landed] = [for_all] * len(claimed)
+        if isinstance(outcome, list) and outcome:
+            embeddings = [*outcome]
+        with encoder._lock:
+            encoder._landings += 1
+            if embeddings[0] is None or isinstance(embeddings[0], Exception):
+                encoder._failures += 1
+            else:
+                encoder._encoded += len(claimed)
+                encoder._coalesced += sum(len(want.places) - 1 for want in claimed)
+            for want in claimed:
+                if want.key is not None and want.flight is not None:
+                    if encoder._flights.get(want.key) is want.flight:  # no later generation's
+                        del encoder._flights[want.key]
+        for want, landed in zip(claimed, embeddings, strict=True):
+            if isinstance(landed, torch.Tensor):
+                want.embedding = landed
+            if want.flight is not None:
+                want.flight.landed.set_result(landed)
+
+
+# What encode returns
+
+
+def split_output(output: Any, lengths: Sequence[int | None]) -> list[torch.Tensor]:
+    """Splits what ``encode`` returned into one ``[tokens, hidden]`` for each feature.
+
+    Raises:
+        ValueError: It is of another type, number or shape than expected.
+    """
+    count = len(lengths)
+    if isinstance(output, torch.Tensor):
+        parts = _split_tensor(output, lengths)
+    elif isinstance(output, (list, tuple)):
+        if len(output) != count:
+            raise ValueError(f"encode must return {count} embeddings, got {len(output)}")
+        parts = []
+        for index, part in enumerate(output):
+            rows = _as_rows(part)
+            if rows is None:
+                raise ValueError(
+                    f"encode must return tensors of rank 2 or more, got {_describe(part)} for "
+                    f"feature {index}"
+                )
+            parts.append(rows)
+    else:
+        raise ValueError(
+            f"encode must return a tensor, or a list or tuple of tensors, got {_describe(output)}"
+        )
+    for index, (part, length) in enumerate(zip(parts, lengths, strict=True)):
+        if length is not None and part.shape[0] != length:
+            raise ValueError(
+                f"encode must return {length} tokens for feature {index}, as num_tokens says, "
+                f"got {part.shape[0]}"
+            )
+    return parts
+
+
+def _split_tensor(output: torch.Tensor, lengths: Sequence[int | None]) -> list[torch.Tensor]:
+    count = len(lengths)
+    if output.ndim == 3 and output.shape[0] == count:
+        return list(output)
+    if output.ndim != 2:
+        raise ValueError(
+            f"encode must return [{count}, tokens, hidden] or [all tokens, hidden] or a list, "
+            f"got {_describe(output)}"
+        )
+    if count == 1:
+        return [output]
+    known = [length for length in lengths if length is not None]
+    if len(known) != count:
+        raise ValueError(
+            f"num_tokens is needed to cut {_describe(output)} into the embeddings of {count} "
+            "features"
+        )
+    if sum(known) != output.shape[0]:
+        raise ValueError(
+            f"encode must return {sum(known)} tokens in all, as num_tokens says, "
+            f"got {_describe(output)}"
+        )
+    return list(torch.split(output, known))
+
+
+def _as_rows(embedding: Any) -> torch.Tensor | None:
+    """Returns ``[tokens, hidden]``, or None for what has fewer dimensions or is no tensor."""
+    if not isinstance(embedding, torch.Tensor) or embedding.ndim < 2:
+        return None
+    return embedding if embedding.ndim == 2 else embedding.flatten(0, -2)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)}"
+    return type(value).__name__
+
+
+# Arguments, and coroutines
+
+
+def _as_list(name: str, value: Iterable[Any], size: int | None = None) -> list[Any]:
+    if isinstance(value, (str, bytes, bytearray, Mapping, set, frozenset)):
+        raise TypeError(f"{name} must be a list, got {type(value).__name__}")
+    try:
+        items = list(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a list, got {type(value).__name__}") from None
+    if size is not None and len(items) != size:
+        raise ValueError(f"{name} must have one item for each of {size} features, got {len(items)}")
+    return items
+
+
+def _lengths(
+    features: list[Any], num_tokens: Iterable[SupportsIndex] | None
+) -> Sequence[int | None]:
+    if num_tokens is None:
+        return [None] * len(features)
+    lengths = [
+        as_int("an item of num_tokens", item)
+        for item in _as_list("num_tokens", num_tokens, len(features))
+    ]
+    if any(length < 0 for length in lengths):
+        raise ValueError(f"num_tokens must not be negative, got {min(lengths)}")
+    return lengths
+
+
+def _is_coroutine_function(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004  # of an object, maybe
+    )
+
+
+def _loop_is_running() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+@types.coroutine
+@torch.no_grad()
+def _without_grad(awaitable: Awaitable[Any]) -> Generator[Any, Any, Any]:
+    """Awaits without gradients, and with them for other tasks while it is suspended."""
+    return (yield from awaitable.__await__())
