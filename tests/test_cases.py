@@ -6,6 +6,7 @@ stand as they were reported, so that each is found.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import io
 import itertools
@@ -17,9 +18,19 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support import WRAP, assert_distinct, assert_same, filled, kept_bytes, keys, recount, result
+from support import (
+    WRAP,
+    EncoderOfNumbers,
+    assert_distinct,
+    assert_same,
+    filled,
+    kept_bytes,
+    keys,
+    recount,
+    result,
+)
 
-from multimodal_cache import EmbeddingResult, EmbeddingTypeError, hash_feature
+from multimodal_cache import CachedEncoder, EmbeddingResult, EmbeddingTypeError, hash_feature
 from multimodal_cache import MultiModalStaticCache as C
 
 # Bytes and order
@@ -278,6 +289,23 @@ def test_case_20_a_key_is_wide() -> None:  # LMCache #3301, SGLang #32404
     assert len({key % 2**64 for key in made}) == len({key >> 192 for key in made}) == 1000
 
 
+def test_case_21_a_cached_entry_of_the_wrong_length() -> None:  # SGLang #36595
+    cache = C(10_000)
+    encode = EncoderOfNumbers(tokens=275)
+    encoder = CachedEncoder(cache, encode)
+    cache.set(1, result(256, 1))
+    for _ in range(2):
+        (rows,) = encoder([7], [1], [275])
+        assert rows.shape == (275, 1)
+    assert (encode.calls, encoder.stats().row_mismatches) == ([[7]], 1)
+
+
+def test_case_21_one_key_and_different_lengths_in_one_batch() -> None:
+    encoder = CachedEncoder(C(10_000), lambda features: [torch.ones(n, 4) for n in features])
+    assert [len(rows) for rows in encoder([5, 6, 5], [1, 1, 1], [5, 6, 5])] == [5, 6, 5]
+    assert encoder.stats().encoded == 2
+
+
 def test_case_22_an_encoder_that_reuses_its_buffer(device: str) -> None:  # executorch #1229
     buffer = torch.zeros(4, device=device)
 
@@ -325,3 +353,77 @@ def test_case_25_a_weight_update() -> None:  # vLLM #45093, SGLang #36468
     assert cache.set(1, late, generation=began) is False  # and ends
     assert cache.get_single(1) is None
     assert cache.set(1, result(4), generation=cache.generation) is True
+
+
+# Single flight. Each letter has its threads and tasks in test_single_flight.py.
+
+
+def test_case_24_a_an_error_is_not_remembered() -> None:  # cachebox #57
+    outputs: list[Any] = [OSError("no such image"), torch.ones(1, 2, 4)]
+
+    def encode(features: list[Any]) -> torch.Tensor:
+        output = outputs.pop(0)
+        if isinstance(output, Exception):
+            raise output
+        assert isinstance(output, torch.Tensor)
+        return output
+
+    encoder = CachedEncoder(C(10_000), encode)
+    with pytest.raises(OSError, match="no such image"):
+        encoder([1])
+    assert encoder([1])[0].shape == (2, 4)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_case_24_b_c_d_a_cancelled_leader_and_a_failure_in_between(fails: bool) -> None:
+    encodes: list[asyncio.Future[None]] = []
+
+    async def encode(features: list[Any]) -> torch.Tensor:
+        assert all(other.done() for other in encodes), "two encode at once"
+        encodes.append(asyncio.get_running_loop().create_future())
+        await encodes[-1]
+        return torch.ones(1, 2, 4)
+
+    async def main() -> None:
+        encoder = CachedEncoder(C(10_000), encode)
+        tasks = [asyncio.ensure_future(encoder.encode_async([1], [1])) for _ in range(5)]
+        while not encodes:
+            await asyncio.sleep(0)
+        tasks[0].cancel()
+        await asyncio.wait(tasks[:1])
+        if fails:
+            encodes[0].set_exception(OSError("no such image"))
+        else:
+            encodes[0].set_result(None)
+        outcomes = await asyncio.gather(*tasks[1:], return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} == {OSError if fails else list}
+        assert len(encodes) == 1
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_case_24_e_f_g_nested_calls_duplicates_and_other_keys() -> None:
+    calls: list[list[Any]] = []
+
+    def encode(features: list[Any]) -> torch.Tensor:
+        calls.append(features)
+        if features[0] == "outer":
+            encoder(["inner", "inner"])  # another key goes on
+            with pytest.raises(RuntimeError, match="inside encode"):
+                encoder(["outer"])
+        return torch.ones(len(features), 2, 4)
+
+    encoder = CachedEncoder(C(10_000), encode)
+    assert len(encoder(["outer", "outer"])) == 2
+    assert calls == [["outer"], ["inner"]]
+
+
+def test_case_25_an_encode_that_began_before_a_weight_update() -> None:
+    cache = C(10_000)
+
+    def encode(features: list[Any]) -> torch.Tensor:
+        cache.clear()  # the weights change meanwhile
+        return torch.ones(1, 2, 4)
+
+    assert CachedEncoder(cache, encode)([1])[0].shape == (2, 4)
+    assert len(cache) == 0

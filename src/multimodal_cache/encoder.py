@@ -218,7 +218,9 @@ class CachedEncoder:
             begun = asyncio.get_running_loop().run_in_executor(None, run, call.encode_claimed)
         self._tasks.add(begun)  # the loop itself would let go of it
         begun.add_done_callback(self._tasks.discard)
-        begun.add_done_callback(lambda _: call.land([]))  # if it was cancelled before it began
+        begun.add_done_callback(
+            lambda _: call.land_without(None)
+        )  # if it was cancelled before it began
         return await asyncio.shield(begun)
 
     def _require_may_wait(self, *, loop_is_running: bool) -> None:
@@ -242,6 +244,7 @@ class _Flight:
     """One key that is being encoded, from its claim to its landing."""
 
     owner: _Call
+    key: int
     length: int | None
     generation: Any
     landed: Future[Landed] = field(default_factory=Future)
@@ -372,7 +375,7 @@ class _Call:
                     continue
                 want.flight = None  # the same key with another length: encoded by itself
             elif want.key is not None:
-                want.flight = _Flight(self, want.length, generation)
+                want.flight = _Flight(self, want.key, want.length, generation)
                 encoder._flights[want.key] = want.flight
             self.claimed.append(want)
 
@@ -388,7 +391,7 @@ class _Call:
                 output = self._encoder._encode([want.feature for want in self.claimed])
                 embeddings = self._copy_out(output)
         except BaseException as error:  # noqa: BLE001  # whatever it is, nobody must wait for ever
-            self.land(error)
+            self.land_without(error)
             return error
         finally:
             _encoding.reset(inside)
@@ -402,10 +405,10 @@ class _Call:
             output = await _without_grad(output)
             embeddings = self._copy_out(output)
         except asyncio.CancelledError as error:
-            self.land(error)
+            self.land_without(error)
             raise
         except BaseException as error:  # noqa: BLE001
-            self.land(error)
+            self.land_without(error)
             return error
         finally:
             _encoding.reset(inside)
@@ -423,49 +426,45 @@ class _Call:
         cache = self._encoder._cache
         try:
             for want, embedding in zip(self.claimed, embeddings, strict=True):
-                if want.key is not None and want.flight is not None:
+                if want.flight is not None:
                     result = EmbeddingResult(embedding=embedding)
                     generation = want.flight.generation
                     options = {} if generation is None else {"generation": generation}
-                    cache.set(want.key, result, None, **options)
+                    cache.set(want.flight.key, result, None, **options)
         except BaseException as error:  # noqa: BLE001
-            self.land(error)
+            self.land_without(error)
             return error
-        self.land(embeddings)
+        for want, embedding in zip(self.claimed, embeddings, strict=True):
+            want.embedding = embedding
+        self._land(embeddings)
         return None
 
-    def land(self, outcome: list[torch.Tensor] | BaseException) -> None:
-        """Ends the flights that haven't ended, with the embeddings or with an error or nothing.
+    def land_without(self, error: BaseException | None) -> None:
+        """Ends the flights that haven't ended, without embeddings.
 
-        The error goes to those who wait for a key that was encoded alone; others try again
-        themselves, and so they do where the encode was interrupted.
+        Those who wait get the error, if the encode had nothing else to do; else they try again
+        themselves, and so they do where it was interrupted.
         """
+        shared = error if isinstance(error, Exception) and len(self.claimed) == 1 else None
+        self._land([shared] * len(self.claimed))
+
+    def _land(self, outcomes: Sequence[Landed]) -> None:
         encoder, claimed = self._encoder, self.claimed
+        self.claimed = []
         if not claimed:
             return
-        self.claimed = []
-        for_all: Landed = None
-        if isinstance(outcome, Exception) and len(claimed) == 1:
-            for_all = outcome
-        embeddings: list[Landed] = [for_all] * len(claimed)
-        if isinstance(outcome, list) and outcome:
-            embeddings = [*outcome]
+        encoded = [want for want in claimed if want.embedding is not None]
         with encoder._lock:
             encoder._landings += 1
-            if embeddings[0] is None or isinstance(embeddings[0], Exception):
-                encoder._failures += 1
-            else:
-                encoder._encoded += len(claimed)
-                encoder._coalesced += sum(len(want.places) - 1 for want in claimed)
-            for want in claimed:
-                if want.key is not None and want.flight is not None:
-                    if encoder._flights.get(want.key) is want.flight:  # no later generation's
-                        del encoder._flights[want.key]
-        for want, landed in zip(claimed, embeddings, strict=True):
-            if isinstance(landed, torch.Tensor):
-                want.embedding = landed
+            encoder._failures += not encoded
+            encoder._encoded += len(encoded)
+            encoder._coalesced += sum(len(want.places) - 1 for want in encoded)
+            for flight in [want.flight for want in claimed if want.flight is not None]:
+                if encoder._flights.get(flight.key) is flight:  # not one of a later generation
+                    del encoder._flights[flight.key]
+        for want, outcome in zip(claimed, outcomes, strict=True):
             if want.flight is not None:
-                want.flight.landed.set_result(landed)
+                want.flight.landed.set_result(outcome)
 
 
 # What encode returns

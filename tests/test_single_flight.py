@@ -1,0 +1,594 @@
+"""``CachedEncoder`` under threads and tasks: nothing is encoded twice at once, and nobody hangs.
+
+The time limits only end a test that hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import EncoderOfNumbers, numbers
+
+from multimodal_cache import CachedEncoder, EmbeddingResult, MultiModalStaticCache
+
+LIMIT = 60
+
+
+class GatedEncoder(EncoderOfNumbers):
+    """Encodes when it is told to; ``fail`` holds what it is to raise once, by feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Semaphore(0)
+        self.gate = threading.Event()
+        self.fail: dict[float, BaseException] = {}
+
+    def __call__(self, features: list[Any]) -> torch.Tensor:
+        output = super().__call__(features)
+        self.begun.release()
+        assert self.gate.wait(LIMIT)
+        for feature in features:
+            if feature in self.fail:
+                raise self.fail.pop(feature)
+        return output
+
+
+class WaitingFlights(dict[int, Any]):
+    """A table of flights that says when somebody finds one in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined = threading.Semaphore(0)
+
+    def get(self, key: int, default: Any = None) -> Any:
+        found = super().get(key, default)
+        if found is not None:
+            self.joined.release()
+        return found
+
+
+@contextmanager
+def gated(max_size: int = 10_000) -> Iterator[tuple[CachedEncoder, GatedEncoder, Any]]:
+    """Yields an encoder whose encode waits, that encode, and a function that runs in a thread."""
+    encode = GatedEncoder()
+    encoder = CachedEncoder(MultiModalStaticCache(max_size), encode, key=int)
+    encoder._flights = WaitingFlights()
+    with ThreadPoolExecutor(32) as pool:
+        try:
+            yield encoder, encode, pool.submit
+        finally:
+            encode.gate.set()
+
+
+def wait_for(semaphore: threading.Semaphore, count: int = 1) -> None:
+    for _ in range(count):
+        assert semaphore.acquire(timeout=LIMIT)
+
+
+def joined(encoder: CachedEncoder, count: int = 1) -> None:
+    flights = encoder._flights
+    assert isinstance(flights, WaitingFlights)
+    wait_for(flights.joined, count)
+
+
+# Threads
+
+
+def test_many_threads_that_want_one_image_encode_it_once() -> None:
+    with gated() as (encoder, encode, run):
+        first = run(encoder, [1])
+        wait_for(encode.begun)
+        others = [run(encoder, [1, 1]) for _ in range(20)]
+        joined(encoder, 20)
+        encode.gate.set()
+        (embedding,) = first.result(LIMIT)
+        for other in others:
+            assert all(row is embedding for row in other.result(LIMIT))
+    assert encode.calls == [[1]]
+    assert encoder.stats().coalesced == 40
+    assert encoder._flights == {}
+
+
+def test_other_images_go_on_while_one_is_encoded() -> None:
+    with gated() as (encoder, encode, run):
+        slow = run(encoder, [1])
+        wait_for(encode.begun)
+        encoder._cache.set(5, EmbeddingResult(embedding=torch.full((2, 1), 5.0)), None)
+        assert numbers(encoder([5])) == [5]  # a hit
+        other = run(encoder, [2])
+        wait_for(encode.begun)  # another encode has begun
+        assert not slow.done()
+        encode.gate.set()
+        assert numbers(slow.result(LIMIT) + other.result(LIMIT)) == [1, 2]
+
+
+def test_calls_that_overlap_do_not_wait_in_a_circle() -> None:
+    with gated() as (encoder, encode, run):
+        one = run(encoder, [1, 2])
+        wait_for(encode.begun)
+        other = run(encoder, [2, 3])
+        wait_for(encode.begun)  # it encodes 3 before it waits for 2
+        encode.gate.set()
+        assert numbers(one.result(LIMIT) + other.result(LIMIT)) == [1, 2, 2, 3]
+    assert encode.calls == [[1, 2], [3]]
+
+
+def test_an_error_goes_to_those_who_wait_and_is_not_remembered() -> None:
+    error = OSError("no such image")
+    with gated() as (encoder, encode, run):
+        encode.fail[1] = error
+        first = run(encoder, [1])
+        wait_for(encode.begun)
+        others = [run(encoder, [1]) for _ in range(3)]
+        joined(encoder, 3)
+        encode.gate.set()
+        assert all(future.exception(LIMIT) is error for future in (first, *others))
+        assert numbers(encoder([1])) == [1]
+    assert encode.calls == [[1], [1]]
+    assert encoder.stats().failures == 1
+
+
+def test_a_bad_image_does_not_fail_those_who_want_its_neighbour() -> None:
+    error = OSError("no such image")
+    with gated() as (encoder, encode, run):
+        encode.fail[1] = error
+        bad = run(encoder, [1, 2])
+        wait_for(encode.begun)
+        good = run(encoder, [2, 3])
+        wait_for(encode.begun)
+        encode.gate.set()
+        assert bad.exception(LIMIT) is error
+        assert numbers(good.result(LIMIT)) == [2, 3]
+    assert encode.calls == [[1, 2], [3], [2]]
+
+
+def test_those_who_wait_for_an_interrupted_encode_try_again() -> None:
+    interrupt = KeyboardInterrupt()
+    with gated() as (encoder, encode, run):
+        encode.fail[1] = interrupt
+        first = run(encoder, [1])
+        wait_for(encode.begun)
+        others = [run(encoder, [1]) for _ in range(3)]
+        joined(encoder, 3)
+        encode.gate.set()
+        assert first.exception(LIMIT) is interrupt
+        for other in others:
+            assert numbers(other.result(LIMIT)) == [1]
+    assert encode.calls == [[1], [1]]
+    assert encoder._flights == {}
+
+
+def test_an_error_about_a_length_is_not_shared_with_other_lengths() -> None:
+    with gated() as (encoder, encode, run):
+        wrong = run(encoder, [1], None, [99])
+        wait_for(encode.begun)
+        same = run(encoder, [1], None, [99])
+        right = run(encoder, [1], None, [2])
+        joined(encoder, 2)
+        encode.gate.set()
+        assert isinstance(wrong.exception(LIMIT), ValueError)
+        assert same.exception(LIMIT) is wrong.exception(LIMIT)
+        assert numbers(right.result(LIMIT)) == [1]
+
+
+def test_an_embedding_of_another_length_than_wanted_is_encoded_again() -> None:
+    with gated() as (encoder, encode, run):
+        first = run(encoder, [1])
+        wait_for(encode.begun)
+        other = run(encoder, [1], None, [3])
+        joined(encoder)
+        encode.tokens = 3
+        encode.gate.set()
+        assert first.result(LIMIT)[0].shape == (2, 1)
+        assert other.result(LIMIT)[0].shape == (3, 1)
+    assert encoder.stats().row_mismatches == 1
+
+
+def test_what_lands_between_the_look_and_the_claim_is_not_encoded_again() -> None:
+    encode = EncoderOfNumbers()
+    cache = MultiModalStaticCache(10_000)
+    encoder = CachedEncoder(cache, encode, key=int)
+    look_up = cache.get_single
+    ahead = [lambda: encoder([1])]
+
+    def missed(mm_hash: Any) -> Any:
+        found = look_up(mm_hash)
+        if ahead:
+            ahead.pop()()  # another call encodes it meanwhile
+        return found
+
+    cache.get_single = missed  # type: ignore[method-assign]
+    assert numbers(encoder([1])) == [1]
+    assert encode.calls == [[1]]
+
+
+def test_a_call_after_clear_does_not_join_an_encode_from_before() -> None:
+    with gated() as (encoder, encode, run):
+        old = run(encoder, [1])
+        wait_for(encode.begun)
+        encoder._cache.clear()
+        new = run(encoder, [1])
+        wait_for(encode.begun)
+        late = run(encoder, [1])
+        joined(encoder, 2)  # the new one has found the old flight, and left it alone
+        encode.gate.set()
+        assert numbers(old.result(LIMIT) + new.result(LIMIT)) == [1, 1]
+        assert late.result(LIMIT)[0] is new.result(LIMIT)[0]
+        assert old.result(LIMIT)[0] is not new.result(LIMIT)[0]
+        assert encoder([1])[0] is new.result(LIMIT)[0]
+    assert encode.calls == [[1], [1]]
+    assert encoder._flights == {}
+
+
+def test_a_call_inside_encode_that_would_wait_is_an_error() -> None:
+    def encode(features: list[Any]) -> torch.Tensor:
+        return torch.stack([torch.ones(2, 1) * inner(feature) for feature in features])
+
+    def inner(feature: float) -> float:
+        if feature == 1:
+            (nested,) = encoder([2])  # goes
+            return nested[0, 0].item()
+        if feature == 3:
+            encoder([3])
+        return feature
+
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode, key=int)
+    assert numbers(encoder([1])) == [2]
+    with pytest.raises(RuntimeError, match="a call from inside encode would have to wait"):
+        encoder([3])
+    with pytest.raises(RuntimeError, match="a call from inside encode would have to wait"):
+        asyncio.run(encoder.encode_async([3]))
+    assert encoder._flights == {}
+
+
+def test_a_synchronous_call_on_a_running_loop_that_would_wait_is_an_error() -> None:
+    with gated() as (encoder, encode, run):
+        other = run(encoder, [1])
+        wait_for(encode.begun)
+
+        async def main() -> None:
+            with pytest.raises(RuntimeError, match="await encode_async"):
+                encoder([1])
+
+        asyncio.run(main())
+        encode.gate.set()
+        other.result(LIMIT)
+
+    async def hit() -> list[torch.Tensor]:
+        return encoder([1])
+
+    assert numbers(asyncio.run(hit())) == [1]
+
+
+# asyncio
+
+
+def limited(main: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(main, LIMIT))
+
+
+@pytest.mark.parametrize("count", [40, 1000])
+def test_many_tasks_that_want_one_image_encode_it_once(count: int) -> None:
+    """And the loop stays responsive, and no thread is parked for each."""
+    encode = GatedEncoder()
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode)
+
+    async def main() -> None:
+        tasks = [asyncio.ensure_future(encoder.encode_async([1], [1])) for _ in range(count)]
+        ticks = 0
+        while not encode.begun.acquire(blocking=False):
+            ticks += 1
+            await asyncio.sleep(0)
+        for _ in range(10):  # the loop goes on while the encode and all the tasks wait
+            await asyncio.sleep(0)
+        assert not any(task.done() for task in tasks)
+        assert threading.active_count() < 40
+        encode.gate.set()
+        embeddings = await asyncio.gather(*tasks)
+        assert all(rows[0] is embeddings[0][0] for rows in embeddings)
+
+    limited(main())
+    assert encode.calls == [[1]]
+    assert encoder.stats().coalesced == count - 1
+
+
+def test_keys_are_made_off_the_loop() -> None:
+    threads = []
+
+    def key(feature: Any) -> int:
+        threads.append(threading.current_thread())
+        return int(feature)
+
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), EncoderOfNumbers(), key=key)
+    assert numbers(limited(encoder.encode_async([1, 2]))) == [1, 2]
+    assert threading.current_thread() not in threads
+
+
+def test_a_cancelled_task_does_not_cancel_the_encode() -> None:
+    encode = GatedEncoder()
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode)
+
+    async def main() -> None:
+        leader = asyncio.ensure_future(encoder.encode_async([1], [1]))
+        while not encode.begun.acquire(blocking=False):
+            await asyncio.sleep(0)
+        waiter = asyncio.ensure_future(encoder.encode_async([1], [1]))
+        patient = asyncio.ensure_future(encoder.encode_async([1], [1]))
+        await asyncio.sleep(0)
+        leader.cancel()
+        waiter.cancel()
+        await asyncio.wait([leader, waiter])
+        assert leader.cancelled()
+        assert waiter.cancelled()
+        encode.gate.set()
+        assert numbers(await patient) == [1]
+
+    limited(main())
+    assert encode.calls == [[1]]
+    assert encoder._flights == {}
+    assert encoder._cache.get_single(1) is not None
+
+
+class AsyncEncoder(EncoderOfNumbers):
+    """A coroutine function whose encodes end when their gate is opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates: list[asyncio.Future[None]] = []
+        self.grad_modes: list[bool] = []
+
+    async def __call__(self, features: list[Any]) -> torch.Tensor:  # type: ignore[override]
+        gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.gates.append(gate)
+        output = super().__call__(features)
+        self.grad_modes.append(torch.is_grad_enabled())
+        await gate
+        self.grad_modes.append(torch.is_grad_enabled())
+        return output
+
+
+async def settle() -> None:
+    """Lets all tasks go on until each waits for something."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_a_coroutine_function_encodes_without_gradients_and_lets_others_have_them() -> None:
+    encode = AsyncEncoder()
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode)
+
+    async def main() -> None:
+        tasks = [asyncio.ensure_future(encoder.encode_async([n], [n])) for n in (1, 2)]
+        await settle()
+        assert torch.is_grad_enabled()
+        for gate in encode.gates:
+            gate.set_result(None)
+            await settle()
+            assert torch.is_grad_enabled()
+        assert numbers([(await task)[0] for task in tasks]) == [1, 2]
+
+    limited(main())
+    assert encode.grad_modes == [False] * 4
+
+
+def test_a_coroutine_function_outlives_its_caller_and_its_errors_are_shared() -> None:
+    encode = AsyncEncoder()
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode)
+
+    async def main() -> None:
+        tasks = [asyncio.ensure_future(encoder.encode_async([1], [1])) for _ in range(3)]
+        await settle()
+        tasks[0].cancel()
+        await settle()
+        encode.gates[0].set_exception(OSError("no such image"))
+        await asyncio.wait(tasks)
+        assert tasks[0].cancelled()
+        assert tasks[1].exception() is tasks[2].exception() is not None
+        again = asyncio.ensure_future(encoder.encode_async([1], [1]))
+        await settle()
+        encode.gates[1].set_result(None)
+        assert numbers(await again) == [1]
+
+    limited(main())
+    assert len(encode.calls) == 2
+
+
+def test_the_end_of_a_loop_lands_its_flights() -> None:
+    """A thread that waits for them tries again."""
+    encode = AsyncEncoder()
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode)
+    encoder._flights = WaitingFlights()
+    waiting: list[Future[Any]] = []
+
+    def in_another_loop() -> Any:
+        async def main() -> Any:
+            task = asyncio.ensure_future(encoder.encode_async([1], [1]))
+            while len(encode.gates) < 2:
+                await asyncio.sleep(0)
+            encode.gates[1].set_result(None)
+            return await task
+
+        return limited(main())
+
+    with ThreadPoolExecutor(1) as pool:
+
+        async def main() -> None:
+            begun = asyncio.ensure_future(encoder.encode_async([1], [1]))
+            await settle()
+            waiting.append(pool.submit(in_another_loop))
+            flights = encoder._flights
+            assert isinstance(flights, WaitingFlights)
+            while not flights.joined.acquire(blocking=False):
+                await asyncio.sleep(0)
+            begun.cancel()  # and the loop ends, with the encode in it
+
+        limited(main())
+        assert numbers(waiting[0].result(LIMIT)) == [1]
+    assert len(encode.calls) == 2
+    assert encoder._flights == {}
+
+
+def test_a_task_that_is_cancelled_before_its_encode_began_lands_its_flights() -> None:
+    encode = AsyncEncoder()
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode)
+
+    async def main() -> None:
+        task = asyncio.ensure_future(encoder.encode_async([1], [1]))
+        await asyncio.sleep(0)
+        for each in asyncio.all_tasks() - {asyncio.current_task(), task}:
+            if "encode_claimed" in repr(each):
+                each.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        assert encoder._flights == {}
+
+    limited(main())
+    assert encode.calls == []
+
+
+def test_threads_and_loops_share_flights() -> None:
+    with gated() as (encoder, encode, run):
+        first = run(limited_call, encoder)
+        wait_for(encode.begun)
+        others = [run(limited_call, encoder), run(limited_call, encoder), run(encoder, [1])]
+        joined(encoder, 3)
+        encode.gate.set()
+        rows = [future.result(LIMIT)[0] for future in (first, *others)]
+        assert all(row is rows[0] for row in rows)
+    assert encode.calls == [[1]]
+
+
+def limited_call(encoder: CachedEncoder) -> Any:
+    return limited(encoder.encode_async([1], [1]))
+
+
+def test_a_synchronous_call_with_a_coroutine_function_is_an_error() -> None:
+    class Encode:
+        async def __call__(self, features: list[Any]) -> list[torch.Tensor]:
+            return []
+
+    async def encode(features: list[Any]) -> list[torch.Tensor]:
+        return []
+
+    for function in (encode, Encode()):
+        encoder = CachedEncoder(MultiModalStaticCache(100), function)
+        with pytest.raises(TypeError, match="await encode_async"):
+            encoder([1])
+
+
+# Any order of things
+
+
+class Schedule:
+    """Runs overlapping calls, failures, cancellations and clears in a given order."""
+
+    def __init__(self) -> None:
+        self.cache = MultiModalStaticCache(200)  # room for 25 of 8 bytes
+        self.encoder = CachedEncoder(self.cache, self.encode)
+        self.running: list[tuple[int, list[int], asyncio.Future[bool]]] = []
+        self.tasks: list[tuple[list[int], asyncio.Future[list[torch.Tensor]]]] = []
+        self.failing: set[int] = set()
+
+    async def encode(self, features: list[int]) -> torch.Tensor:
+        generation = self.cache.generation
+        for other_generation, others, _ in self.running:
+            if other_generation == generation:
+                assert not set(features) & set(others), "encoded twice at once"
+        assert not [n for n in features if self.cache.has(n)], "encoded though it is cached"
+        ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        entry = (generation, features, ended)
+        self.running.append(entry)
+        try:
+            well = await ended
+        finally:
+            self.running.remove(entry)
+        if not well:
+            raise OSError(f"can't encode {features}")
+        return torch.stack([torch.full((2, 1), float(n)) for n in features])
+
+    def do(self, action: str, index: int, keys: list[int]) -> None:
+        if action == "call":
+            task = asyncio.ensure_future(self.encoder.encode_async(keys, keys))
+            self.tasks.append((keys, task))
+        elif action in ("succeed", "fail") and self.running:
+            ended = self.running[index % len(self.running)][2]
+            if not ended.done():
+                ended.set_result(action == "succeed")
+        elif action == "cancel" and self.tasks:
+            self.tasks[index % len(self.tasks)][1].cancel()
+        elif action == "clear":
+            self.cache.clear()
+
+    async def run(self, actions: list[tuple[str, int, list[int]]]) -> None:
+        for action in actions:
+            self.do(*action)
+            await settle()
+        while self.running:
+            for _, _, ended in self.running:
+                if not ended.done():
+                    ended.set_result(True)
+            await settle()
+        for keys, task in self.tasks:
+            await asyncio.wait([task], timeout=LIMIT)
+            assert task.done(), "a call hangs"
+            if not task.cancelled() and task.exception() is None:
+                assert numbers(task.result()) == keys
+            elif not task.cancelled():
+                assert isinstance(task.exception(), OSError)
+        assert self.encoder._flights == {}
+        assert self.encoder._tasks == set()
+        for key, entry in self.cache.mm_cache.items():
+            assert numbers([entry.embedding]) == [key]
+        self.cache.check()
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["call", "call", "call", "succeed", "fail", "cancel", "clear"]),
+        st.integers(0, 5),
+        st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    ),
+    max_size=25,
+)
+
+
+@given(ACTIONS)
+def test_any_order_of_calls_failures_cancellations_and_clears(
+    actions: list[tuple[str, int, list[int]]],
+) -> None:
+    asyncio.run(Schedule().run(actions))
+
+
+def test_threads_in_any_order() -> None:
+    """Eight threads want overlapping images from a tiny cache that is cleared now and then."""
+    cache = MultiModalStaticCache(40)
+
+    def encode(features: list[int]) -> torch.Tensor:
+        return torch.stack([torch.full((2, 1), float(n)) for n in features])
+
+    encoder = CachedEncoder(cache, encode, key=int)
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for step in range(200):
+            keys = torch.randint(0, 8, (3,), generator=generator).tolist()
+            assert numbers(encoder(keys)) == keys
+            if step % 50 == 49:
+                cache.clear()
+
+    with ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(work, seed) for seed in range(8)]:
+            future.result(LIMIT)
+    stats = encoder.stats()
+    assert stats.hits + stats.encoded + stats.coalesced == 8 * 200 * 3
+    assert encoder._flights == {}
+    cache.check()
