@@ -45,9 +45,10 @@ def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 def test_the_figures_agree_with_each_other(capsys: pytest.CaptureFixture[str], device: str) -> None:
     shown = figures(capsys, "--requests", "8", "--device", device)
     assert shown["requests"] == shown["encoder_calls_without"] == 8
-    assert shown["encoder_calls_with"] + shown["hits"] == 8
+    assert shown["encoder_calls_with"] <= shown["images_encoded_with"]
+    assert shown["images_encoded_with"] + shown["hits"] == shown["images_encoded_without"]
     assert 1 <= shown["images_encoded_with"] < shown["images_encoded_without"] <= 24
-    assert shown["hit_rate"] == shown["hits"] / 8 > 0
+    assert shown["hit_rate"] == shown["hits"] / shown["images_encoded_without"] > 0
     assert shown["bytes_held"] % (NUM_TOKENS * WIDTH * 4) == 0 < shown["bytes_held"]
     assert shown["max_size"] == 64 * 2**20
     assert shown["speed_up"] == shown["seconds_without"] / shown["seconds_with"]
@@ -125,7 +126,7 @@ def test_the_table_says_what_the_figures_say(capsys: pytest.CaptureFixture[str])
         r"bytes held / budget +- +0.6 / 64.0 MiB",
         r"seconds +\d+\.\d\d +\d+\.\d\d",
         r"speed-up +1.0x +\d+\.\dx",
-        r"all 3 hits equal what was encoded, bit for bit; the embeddings of both runs (are|diff)",
+        r"all 6 hits equal what was encoded, bit for bit; the embeddings of both runs (are|diff)",
     ):
         assert re.search(row, table), row
 
@@ -228,10 +229,10 @@ def test_without_tqdm_it_runs_without_a_bar(
 
 
 class Forgetful(MultiModalStaticCache):
-    """Returns a wrong embedding on its first hit."""
+    """Returns wrong embeddings."""
 
-    def get(self, mm_hashes: Any, combined_hash: int | None = None) -> EmbeddingResult | None:
-        found = super().get(mm_hashes)
+    def get_single(self, mm_hash: Any) -> EmbeddingResult | None:
+        found = super().get_single(mm_hash)
         if found is not None:
             wrong = found.embedding.clone()
             wrong.view(torch.int32)[-1, -1] ^= 1  # one bit
@@ -246,15 +247,15 @@ def test_one_wrong_bit_of_a_hit_is_found(
     assert main(["--requests", "4"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "the cache is wrong: a hit differs from what was encoded for (" in captured.err
+    assert re.search(r"the cache is wrong: image \d+ got what wasn't encoded for it", captured.err)
 
 
 def test_runs_that_differ_are_found() -> None:
-    one, other = (serving.Run(1, 1, 1.0, {(0,): torch.full((2, 2), x)}) for x in (0.0, 0.1))
+    one, other = (serving.Run(1, 1, 1.0, {0: torch.full((2, 2), x)}) for x in (0.0, 0.1))
     assert serving.largest_difference(one, one) == 0.0
     with pytest.raises(serving.WrongEmbeddingError, match="differ by 0.1"):
         serving.largest_difference(one, other)
-    nan = serving.Run(1, 1, 1.0, {(0,): torch.full((2, 2), float("nan"))})
+    nan = serving.Run(1, 1, 1.0, {0: torch.full((2, 2), float("nan"))})
     with pytest.raises(serving.WrongEmbeddingError):
         serving.largest_difference(one, nan)
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from multimodal_cache import MultiModalStaticCache
+from multimodal_cache import CachedEncoder, MultiModalStaticCache
 from multimodal_cache._demo.encoder import VisionTransformer
 from multimodal_cache._demo.images import ImageError, find_images, make_images, read_images
 from multimodal_cache._demo.serving import (
@@ -77,12 +77,14 @@ def demonstrate(
     Raises:
         WrongEmbeddingError: A hit isn't what was encoded, or the two runs don't agree.
     """
-    server = Server(VisionTransformer(seed).eval().to(device), images, device)
+    vision_transformer = VisionTransformer(seed).eval().to(device)
+    server = Server(vision_transformer, images, device)
     requests = plan_requests(num_requests, len(images), seed)
     cache = MultiModalStaticCache(max_size)
-    server.encode(requests[0])  # the first call pays for torch's own set-up
-    without = server.run(_progress("without the cache", requests))
-    cached = server.run_cached(_progress("with the cache", requests), cache)
+    encoder = CachedEncoder(cache, server.encode, namespace=vision_transformer.version)
+    server.encode(images[:1])  # the first call pays for torch's own set-up
+    without = server.run(_progress("without the cache", requests), server.encode)
+    cached = server.run(_progress("with the cache", requests), encoder)
     stats = cache.stats()
     return {
         "device": str(device),

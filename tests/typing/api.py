@@ -10,9 +10,11 @@ import torch
 from typing_extensions import assert_type
 
 from multimodal_cache import (
+    CachedEncoder,
     CacheStats,
     CombinedHash,
     EmbeddingResult,
+    EncoderStats,
     MultimodalCache,
     MultiModalStaticCache,
     hash_feature,
@@ -82,6 +84,24 @@ assert_type(cache.stats(), CacheStats)
 assert_type(cache.stats().hit_rate, float)
 assert_type(_get_tensor_size(tensor), int)
 
+encoder = CachedEncoder(cache, torch.nn.Identity(), namespace="model", key=None)
+
+
+def encode(features: list[torch.Tensor]) -> list[torch.Tensor]:
+    return features
+
+
+async def encode_later(features: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    assert_type(await encoder.encode_async([tensor], num_tokens=[2]), list[torch.Tensor])
+    return (*features,)
+
+
+CachedEncoder(as_base, encode, key=lambda feature: None)
+CachedEncoder(OwnCache(), encode_later, namespace=b"model")
+assert_type(encoder([tensor], [None, np.int64(1)], (2,)), list[torch.Tensor])
+assert_type(encoder.stats(), EncoderStats)
+assert_type(OwnCache().get_single(1), EmbeddingResult | None)
+
 assert_type(hash_feature(tensor), int)
 assert_type(hash_feature({"pixels": [tensor, np.zeros(2)]}, namespace="model", bits=64), int)
 assert_type(hash_feature(b"", namespace=b"model", bits=np.int64(64)), int)
@@ -92,5 +112,8 @@ cache.set("key", EmbeddingResult(embedding=tensor))  # type: ignore[arg-type]
 cache.get([1.5])  # type: ignore[list-item]
 MultiModalStaticCache(2**20, True)  # type: ignore[call-arg]
 EmbeddingResult(tensor)  # type: ignore[call-arg]
+CachedEncoder(cache, 5)  # type: ignore[arg-type]
+CachedEncoder(cache, encode, "model")  # type: ignore[call-arg]
+encoder([tensor], ["key"])  # type: ignore[list-item]
 hash_feature(tensor, "model")  # type: ignore[call-arg]
 hash_feature(tensor, namespace=1)  # type: ignore[arg-type]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from multimodal_cache import EmbeddingResult, MultiModalStaticCache, hash_feature
 from multimodal_cache._demo.encoder import VisionTransformer
 
 QUESTIONS_PER_CONVERSATION = 4
@@ -21,7 +20,7 @@ Request = tuple[int, ...]
 
 
 class WrongEmbeddingError(Exception):
-    """The cache returned something else than what was encoded."""
+    """An image got another embedding than the one that was encoded for it."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +28,16 @@ class Run:
     """What it took to serve all the requests.
 
     Attributes:
-        encoder_calls: How often the encoder ran, on the images of one request each time.
+        encoder_calls: How often the vision encoder ran.
         images_encoded: The images that it got.
         seconds: The time in the encoder and, with a cache, in hashing and the cache.
-        outputs: The embeddings that each distinct list of images got, by their keys.
+        embeddings: What the images got, by their index.
     """
 
     encoder_calls: int
     images_encoded: int
     seconds: float
-    outputs: dict[tuple[int, ...], torch.Tensor]
+    embeddings: dict[int, torch.Tensor]
 
 
 def plan_requests(count: int, num_images: int, seed: int) -> list[Request]:
@@ -67,57 +66,49 @@ class Server:
         self._encoder = encoder
         self._images = images
         self._device = device
+        self._batches: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
 
-    def encode(self, request: Request) -> torch.Tensor:
-        """Returns ``[tokens of all the images, hidden]``."""
-        pixels = torch.stack([self._images[index] for index in request]).to(self._device)
+    def encode(self, images: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns ``[images, tokens, hidden]``."""
         with torch.inference_mode():
-            embedding: torch.Tensor = self._encoder(pixels)
-        return embedding.flatten(0, 1)
+            embeddings: torch.Tensor = self._encoder(torch.stack([*images]).to(self._device))
+        self._batches.append((images, embeddings))
+        return embeddings
 
-    def run(self, requests: Iterable[Request]) -> Run:
-        """Serves requests, encoding for each."""
-        seconds = 0.0
-        calls = images = 0
-        outputs: dict[tuple[int, ...], torch.Tensor] = {}
-        for request in requests:
-            began = self._clock()
-            embedding = self.encode(request)
-            seconds += self._clock() - began
-            calls += 1
-            images += len(request)
-            outputs.setdefault(tuple(self._mm_hashes(request)), embedding)
-        return Run(calls, images, seconds, outputs)
+    def run(
+        self,
+        requests: Iterable[Request],
+        embed: Callable[[list[torch.Tensor]], Iterable[torch.Tensor]],
+    ) -> Run:
+        """Serves requests.
 
-    def run_cached(self, requests: Iterable[Request], cache: MultiModalStaticCache) -> Run:
-        """Serves requests, encoding only what isn't in the cache.
+        Args:
+            requests: The images of each.
+            embed: ``encode``, or a ``CachedEncoder`` around it.
 
         Raises:
-            WrongEmbeddingError: A hit differs, in one bit or more, from what was encoded.
+            WrongEmbeddingError: An answer differs, in one bit or more, from what was encoded for
+                that image.
         """
+        calls = encoded = 0
         seconds = 0.0
-        calls = images = 0
-        outputs: dict[tuple[int, ...], torch.Tensor] = {}
+        truth: dict[bytes, torch.Tensor] = {}
+        answers: dict[int, torch.Tensor] = {}
         for request in requests:
+            self._batches = []
             began = self._clock()
-            mm_hashes = self._mm_hashes(request)
-            result = cache.get(mm_hashes)
-            hit = result is not None
-            if result is None:
-                result = EmbeddingResult(embedding=self.encode(request))
-                cache.set(cache.combine_hashes(mm_hashes), result)
-                calls += 1
-                images += len(request)
+            embeddings = embed([self._images[index] for index in request])
             seconds += self._clock() - began
-            if not hit:
-                outputs[tuple(mm_hashes)] = result.embedding.clone()
-            elif not _same_bits(result.embedding, outputs[tuple(mm_hashes)]):
-                raise WrongEmbeddingError(f"a hit differs from what was encoded for {request}")
-        return Run(calls, images, seconds, outputs)
-
-    def _mm_hashes(self, request: Request) -> list[int]:
-        namespace = self._encoder.version  # other weights make other embeddings
-        return [hash_feature(self._images[index], namespace=namespace) for index in request]
+            for images, batch in self._batches:
+                calls += 1
+                encoded += len(images)
+                for image, embedding in zip(images, batch, strict=True):
+                    truth[image.numpy().tobytes()] = embedding.clone()
+            for index, embedding in zip(request, embeddings, strict=True):
+                answers[index] = truth[self._images[index].numpy().tobytes()]
+                if not _same_bits(embedding, answers[index]):
+                    raise WrongEmbeddingError(f"image {index} got what wasn't encoded for it")
+        return Run(calls, encoded, seconds, answers)
 
     def _clock(self) -> float:
         if self._device.type == "cuda":
@@ -130,14 +121,14 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def largest_difference(one: Run, other: Run) -> float:
-    """Compares what two runs answered to each request.
+    """Compares what two runs answered for each image.
 
     Raises:
         WrongEmbeddingError: They differ by more than batched arithmetic does.
     """
     difference = max(
-        (one.outputs[mm_hashes] - other.outputs[mm_hashes]).abs().max().item()
-        for mm_hashes in one.outputs
+        (embedding - other.embeddings[index]).abs().max().item()
+        for index, embedding in one.embeddings.items()
     )
     if not difference <= TOLERANCE:
         raise WrongEmbeddingError(f"the runs with and without the cache differ by {difference}")
