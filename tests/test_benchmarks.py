@@ -41,6 +41,19 @@ def test_keys_prints_its_tables_and_writes_them_too(tmp_path: Path) -> None:
     assert output.read_text(encoding="utf-8") == shown.stdout
 
 
+def test_serving_prints_its_tables_and_draws_them(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="of the extra bench")
+    pytest.importorskip("matplotlib", reason="of the extra bench")
+    output, plot = tmp_path / "serving.md", tmp_path / "serving.png"
+    tiny = ["--model=tiny", "--requests=20", "--rounds=2", f"--output={output}", f"--plot={plot}"]
+    shown = run("serving.py", *tiny)
+    assert shown.returncode == 0, shown.stderr
+    for row in ("0% | 20 / 20", "80% | 20 / 4", "threads | 64 | 1", "asyncio tasks | 64 | 1"):
+        assert f"| {row} |" in shown.stdout
+    assert output.read_text(encoding="utf-8") == shown.stdout
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("script", "bad"),
     [

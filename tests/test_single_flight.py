@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from support import EncoderOfNumbers, numbers
 
 from multimodal_cache import CachedEncoder, EmbeddingResult, MultiModalStaticCache
+from multimodal_cache.encoder import _Call
 
 LIMIT = 60
 
@@ -453,6 +454,51 @@ def test_a_task_that_is_cancelled_before_its_encode_began_lands_its_flights() ->
 
     limited(main())
     assert encode.calls == []
+
+
+def test_an_encode_that_can_not_be_begun_lands_its_flights() -> None:
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), EncoderOfNumbers())
+    encoder._executor.shutdown()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        limited(encoder.encode_async([1], [1]))
+    assert encoder._flights == {}
+    assert numbers(encoder([1], [1])) == [1]
+
+
+def test_threads_of_the_loop_may_all_wait_for_one_encode() -> None:
+    encode = EncoderOfNumbers()
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode)
+    go_on = threading.Event()
+
+    def wait_then_call() -> list[torch.Tensor]:
+        assert go_on.wait(LIMIT)
+        return encoder([1], [1])
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        busy = loop.run_in_executor(None, wait_then_call)
+        task = asyncio.ensure_future(encoder.encode_async([1], [1]))
+        await asyncio.sleep(0)  # the flight is claimed; the loop's only thread is taken
+        go_on.set()
+        assert numbers(await task + await busy) == [1, 1]
+
+    limited(main())
+    assert encode.calls == [[1]]
+
+
+def test_an_interrupt_before_the_encode_lands_its_flights(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), EncoderOfNumbers())
+
+    def interrupted(call: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_Call, "encode_claimed", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            encoder([1], [1])
+    assert encoder._flights == {}
+    assert numbers(encoder([1], [1])) == [1]
 
 
 def test_threads_and_loops_share_flights() -> None:

@@ -8,12 +8,13 @@ import inspect
 import threading
 import types
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, SupportsIndex, TypeAlias
 
 import torch
 
+from multimodal_cache._outputs import as_rows, split_output
 from multimodal_cache.base import EmbeddingResult, MultimodalCache, as_int, single_key
 from multimodal_cache.keys import hash_feature
 from multimodal_cache.stats import EncoderStats
@@ -95,6 +96,8 @@ class CachedEncoder:
         self._flights: dict[int, _Flight] = {}
         self._landings = 0
         self._tasks: set[asyncio.Future[BaseException | None]] = set()
+        # Not that of the loop, which may be full of synchronous calls that wait for a flight.
+        self._executor = ThreadPoolExecutor(thread_name_prefix="CachedEncoder")
         self._calls = self._hits = self._encoded = self._coalesced = 0
         self._row_mismatches = self._failures = 0
 
@@ -133,13 +136,16 @@ class CachedEncoder:
             raise TypeError("encode is a coroutine function: await encode_async(...) instead")
         items = _as_list("features", features)
         call = _Call(self, items, self._keys(items, mm_hashes), _lengths(items, num_tokens))
-        while call.look_up_and_claim():
-            error = call.encode_claimed()
-            if error is not None:
-                raise error
-            for want, flight in call.awaited():
-                self._require_may_wait(loop_is_running=_loop_is_running())
-                want.take(flight, flight.landed.result())
+        try:
+            while call.look_up_and_claim():
+                error = call.encode_claimed()
+                if error is not None:
+                    raise error
+                for want, flight in call.awaited():
+                    self._require_may_wait(loop_is_running=_loop_is_running())
+                    want.take(flight, flight.landed.result())
+        finally:
+            call.land_without(None)  # if it was interrupted between the claim and the encode
         return call.embeddings()
 
     async def encode_async(
@@ -211,16 +217,19 @@ class CachedEncoder:
         if not call.claimed:
             return None
         begun: asyncio.Future[BaseException | None]
-        if self._is_coroutine_function:
-            begun = asyncio.ensure_future(call.encode_claimed_async())
-        else:
-            run = contextvars.copy_context().run
-            begun = asyncio.get_running_loop().run_in_executor(None, run, call.encode_claimed)
+        try:
+            if self._is_coroutine_function:
+                begun = asyncio.ensure_future(call.encode_claimed_async())
+            else:
+                run = contextvars.copy_context().run
+                loop = asyncio.get_running_loop()
+                begun = loop.run_in_executor(self._executor, run, call.encode_claimed)
+        except BaseException:
+            call.land_without(None)
+            raise
         self._tasks.add(begun)  # the loop itself would let go of it
         begun.add_done_callback(self._tasks.discard)
-        begun.add_done_callback(
-            lambda _: call.land_without(None)
-        )  # if it was cancelled before it began
+        begun.add_done_callback(lambda _: call.land_without(None))  # if it never began
         return await asyncio.shield(begun)
 
     def _require_may_wait(self, *, loop_is_running: bool) -> None:
@@ -353,7 +362,7 @@ class _Call:
             if found is None:
                 missing.append(want)
                 continue
-            embedding = _as_rows(found.embedding)
+            embedding = as_rows(found.embedding)
             if embedding is not None and want.fits(embedding):
                 want.embedding = embedding
                 hits += len(want.places)
@@ -369,15 +378,16 @@ class _Call:
         generation = getattr(encoder._cache, "generation", None)
         for want in missing:
             flight = None if want.key is None else encoder._flights.get(want.key)
-            if flight is not None and flight.generation == generation:
-                if flight.owner is not self:
-                    want.flight = flight
-                    continue
-                want.flight = None  # the same key with another length: encoded by itself
-            elif want.key is not None:
+            known = flight is not None and flight.generation == generation
+            if known and flight is not None and flight.owner is not self:
+                want.flight = flight
+                continue
+            want.flight = None  # without a key, or the same key as one of ours of another length
+            if want.key is not None and not known:
                 want.flight = _Flight(self, want.key, want.length, generation)
-                encoder._flights[want.key] = want.flight
             self.claimed.append(want)
+            if want.flight is not None:
+                encoder._flights[want.flight.key] = want.flight
 
     # Encoding what was claimed
 
@@ -465,81 +475,6 @@ class _Call:
         for want, outcome in zip(claimed, outcomes, strict=True):
             if want.flight is not None:
                 want.flight.landed.set_result(outcome)
-
-
-# What encode returns
-
-
-def split_output(output: Any, lengths: Sequence[int | None]) -> list[torch.Tensor]:
-    """Splits what ``encode`` returned into one ``[tokens, hidden]`` for each feature.
-
-    Raises:
-        ValueError: It is of another type, number or shape than expected.
-    """
-    count = len(lengths)
-    if isinstance(output, torch.Tensor):
-        parts = _split_tensor(output, lengths)
-    elif isinstance(output, (list, tuple)):
-        if len(output) != count:
-            raise ValueError(f"encode must return {count} embeddings, got {len(output)}")
-        parts = []
-        for index, part in enumerate(output):
-            rows = _as_rows(part)
-            if rows is None:
-                raise ValueError(
-                    f"encode must return tensors of rank 2 or more, got {_describe(part)} for "
-                    f"feature {index}"
-                )
-            parts.append(rows)
-    else:
-        raise ValueError(
-            f"encode must return a tensor, or a list or tuple of tensors, got {_describe(output)}"
-        )
-    for index, (part, length) in enumerate(zip(parts, lengths, strict=True)):
-        if length is not None and part.shape[0] != length:
-            raise ValueError(
-                f"encode must return {length} tokens for feature {index}, as num_tokens says, "
-                f"got {part.shape[0]}"
-            )
-    return parts
-
-
-def _split_tensor(output: torch.Tensor, lengths: Sequence[int | None]) -> list[torch.Tensor]:
-    count = len(lengths)
-    if output.ndim == 3 and output.shape[0] == count:
-        return list(output)
-    if output.ndim != 2:
-        raise ValueError(
-            f"encode must return [{count}, tokens, hidden] or [all tokens, hidden] or a list, "
-            f"got {_describe(output)}"
-        )
-    if count == 1:
-        return [output]
-    known = [length for length in lengths if length is not None]
-    if len(known) != count:
-        raise ValueError(
-            f"num_tokens is needed to cut {_describe(output)} into the embeddings of {count} "
-            "features"
-        )
-    if sum(known) != output.shape[0]:
-        raise ValueError(
-            f"encode must return {sum(known)} tokens in all, as num_tokens says, "
-            f"got {_describe(output)}"
-        )
-    return list(torch.split(output, known))
-
-
-def _as_rows(embedding: Any) -> torch.Tensor | None:
-    """Returns ``[tokens, hidden]``, or None for what has fewer dimensions or is no tensor."""
-    if not isinstance(embedding, torch.Tensor) or embedding.ndim < 2:
-        return None
-    return embedding if embedding.ndim == 2 else embedding.flatten(0, -2)
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor {list(value.shape)}"
-    return type(value).__name__
 
 
 # Arguments, and coroutines

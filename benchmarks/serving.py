@@ -1,0 +1,279 @@
+"""What a cache around a vision encoder is worth, and what it costs where nothing repeats.
+
+Run it from the root of the repository, on an otherwise idle machine::
+
+    pip install -e '.[bench]'
+    python benchmarks/serving.py
+
+The encoder is SigLIP base (patch 16, 224 pixels) of ``transformers``, built from its configuration
+with seeded random weights, without downloads; ``--model tiny`` is a toy. The defaults take some
+minutes on two cores. The report is Markdown, on standard output, and with ``--output`` also in a
+file; ``--plot PATH`` draws its first table.
+
+How to read it: a server answers requests for one image each, one after another, from a stream in
+which a part of the requests repeats an earlier image. With the cache it makes a key from the
+pixels, looks it up, and encodes and stores what is missing; all of this is in the time. Each
+request is served with the cache and without, one right after the other, in an order that is drawn
+anew, so that a machine that slows down slows both. Requests per second are the median of the rounds
+and their quartiles; the ratio is the median of the ratios, round by round, with its quartiles; the
+ideal is 1 / (1 - hit rate). At 0 % reuse the ratio says what the cache costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from reporting import QUARTILES, Parser, conditions, run, spread, table
+from transformers import SiglipVisionConfig, SiglipVisionModel
+
+from multimodal_cache import CachedEncoder, MultiModalStaticCache
+
+REUSE = (0.0, 0.5, 0.8, 0.95)
+CALLERS = 64
+ITEMS = 8
+BUDGET = 2**30
+MODELS = {
+    "base": SiglipVisionConfig(),
+    "tiny": SiglipVisionConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=32,
+    ),
+}
+
+Embed = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+class VisionEncoder:
+    """A vision encoder of a server, which counts its calls."""
+
+    def __init__(self, config: SiglipVisionConfig, seed: int) -> None:
+        torch.manual_seed(seed)
+        self._model = SiglipVisionModel(config).eval()
+        self.image_size = config.image_size
+        self.calls = 0
+
+    @torch.inference_mode()
+    def __call__(self, images: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Encodes images ``[3, size, size]`` of bytes to ``[images, tokens, hidden]``."""
+        self.calls += 1
+        pixels = torch.stack(images).float() / 127.5 - 1.0
+        output: torch.Tensor = self._model(pixels).last_hidden_state
+        return output  # type: ignore[return-value]  # a tensor is a sequence of its rows
+
+    def new_image(self, generator: torch.Generator) -> torch.Tensor:
+        """Returns random pixels."""
+        shape = (3, self.image_size, self.image_size)
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+
+@dataclass
+class Stream:
+    """Requests of which a part repeats an earlier image, and what was measured on them."""
+
+    reuse: float
+    images: list[torch.Tensor]
+    encodes: dict[bool, int] = field(default_factory=dict)
+    seconds: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
+
+
+def new_stream(encoder: VisionEncoder, reuse: float, requests: int, rng: random.Random) -> Stream:
+    """Draws a stream: each of its images at least once, and the rest at random."""
+    generator = torch.Generator().manual_seed(rng.getrandbits(32))
+    distinct = max(1, round(requests * (1 - reuse)))
+    images = [encoder.new_image(generator) for _ in range(distinct)]
+    requested = images + rng.choices(images, k=requests - distinct)
+    rng.shuffle(requested)
+    return Stream(reuse, requested)
+
+
+def serve(encoder: VisionEncoder, stream: Stream, rng: random.Random) -> None:
+    """Serves a stream with the cache and without, request by request, and notes what it took."""
+    cache = MultiModalStaticCache(BUDGET)
+    embed: dict[bool, Embed] = {
+        True: CachedEncoder(cache, encoder, namespace="SigLIP"),
+        False: encoder,
+    }
+    seconds = dict.fromkeys(embed, 0.0)
+    encodes = dict.fromkeys(embed, 0)
+    for image in stream.images:
+        for cached in rng.sample((True, False), 2):
+            encoder.calls = 0
+            start = time.perf_counter()
+            embed[cached]([image])
+            seconds[cached] += time.perf_counter() - start
+            encodes[cached] += encoder.calls
+    stream.encodes = encodes
+    for cached in embed:
+        stream.seconds[cached].append(seconds[cached])
+
+
+def compare(encoder: VisionEncoder, streams: list[Stream], rounds: int, rng: random.Random) -> None:
+    """Serves all the streams, round by round."""
+    encoder([streams[0].images[0]])  # the first call pays for torch's own set-up
+    for _ in range(rounds):
+        for stream in rng.sample(streams, len(streams)):
+            serve(encoder, stream, rng)
+
+
+def ratios(stream: Stream) -> list[float]:
+    """Returns how many times as fast the cache made each round."""
+    pairs = zip(stream.seconds[False], stream.seconds[True], strict=True)
+    return [without / cached for without, cached in pairs]
+
+
+def ideal(stream: Stream) -> float:
+    """Returns 1 / (1 - hit rate)."""
+    return len(stream.images) / stream.encodes[True]
+
+
+def rows(streams: list[Stream]) -> Iterator[tuple[str, ...]]:
+    """Yields the row of each stream."""
+    for stream in streams:
+        count = len(stream.images)
+        rates = {
+            cached: spread([count / each for each in seconds], digits=2)
+            for cached, seconds in stream.seconds.items()
+        }
+        yield (
+            f"{stream.reuse:.0%}",
+            f"{stream.encodes[False]} / {stream.encodes[True]}",
+            rates[False],
+            rates[True],
+            spread(ratios(stream), digits=3),
+            f"{ideal(stream):.2f}",
+            f"{statistics.median(ratios(stream)) / ideal(stream):.3f}",
+        )
+
+
+def concurrent_callers(encoder: VisionEncoder) -> Iterator[tuple[str, ...]]:
+    """Yields what it takes to serve many callers that want one new image at once."""
+    generator = torch.Generator().manual_seed(0)
+
+    def count(serve_all: Callable[[CachedEncoder, torch.Tensor], None]) -> tuple[str, str, str]:
+        cached = CachedEncoder(MultiModalStaticCache(BUDGET), encoder)
+        encoder.calls = 0
+        start = time.perf_counter()
+        serve_all(cached, encoder.new_image(generator))
+        milliseconds = (time.perf_counter() - start) * 1e3
+        return str(CALLERS), str(encoder.calls), f"{milliseconds:.0f}"
+
+    def threads(cached: CachedEncoder, image: torch.Tensor) -> None:
+        barrier = threading.Barrier(CALLERS)
+
+        def call() -> None:
+            barrier.wait()
+            cached([image])
+
+        with ThreadPoolExecutor(CALLERS) as pool:
+            for future in [pool.submit(call) for _ in range(CALLERS)]:
+                future.result()
+
+    def tasks(cached: CachedEncoder, image: torch.Tensor) -> None:
+        async def main() -> None:
+            await asyncio.gather(*[cached.encode_async([image]) for _ in range(CALLERS)])
+
+        asyncio.run(main())
+
+    yield ("threads", *count(threads))
+    yield ("asyncio tasks", *count(tasks))
+
+
+def overhead(rounds: int) -> tuple[str, ...]:
+    """Returns what a call whose items are all cached takes, in microseconds."""
+    cache = MultiModalStaticCache(BUDGET)
+    cached = CachedEncoder(cache, lambda items: torch.zeros(len(items), 2, 4))
+    items, keys = [None] * ITEMS, [*range(ITEMS)]
+    cached(items, keys)
+    calls = 2_000
+    samples: dict[str, list[float]] = {"call": [], "get_single": []}
+    for _ in range(max(rounds, 11)):
+        start = time.perf_counter()
+        for _ in range(calls):
+            cached(items, keys)
+        between = time.perf_counter()
+        for _ in range(calls):
+            for key in keys:
+                cache.get_single(key)
+        samples["call"].append((between - start) / calls * 1e6)
+        samples["get_single"].append((time.perf_counter() - between) / calls * 1e6)
+    beyond = [call - single for call, single in zip(*samples.values(), strict=True)]
+    return (
+        f"{ITEMS} items",
+        "",
+        spread(samples["call"], digits=1),
+        spread(samples["get_single"], digits=1),
+        spread(beyond, digits=1),
+    )
+
+
+def draw(streams: list[Stream], path: Path) -> None:
+    """Draws the ratios beside the ideal."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    reuse = [stream.reuse * 100 for stream in streams]
+    axes.plot(reuse, [ideal(stream) for stream in streams], "k--", label="1 / (1 - hit rate)")
+    measured = [statistics.median(ratios(stream)) for stream in streams]
+    axes.plot(reuse, measured, "o-", label="measured")
+    axes.set(xlabel="requests that repeat an image, %", ylabel="times the throughput without it")
+    axes.set_yscale("log")
+    axes.legend()
+    figure.savefig(path)
+
+
+def report(options: argparse.Namespace) -> Iterator[str]:
+    """Runs everything and yields the paragraphs of the report."""
+    rng = random.Random(options.seed)
+    encoder = VisionEncoder(MODELS[options.model], options.seed)
+    packages = ["multimodal-cache", "torch", "transformers", "numpy"]
+    yield f"{conditions(options.seed, packages)}; {torch.get_num_threads()} threads of torch"
+    streams = [new_stream(encoder, reuse, options.requests, rng) for reuse in REUSE]
+    compare(encoder, streams, options.rounds, rng)
+    yield (
+        f"SigLIP {options.model}, {options.requests} requests a stream, {options.rounds} rounds, "
+        f"{QUARTILES}:"
+    )
+    header: tuple[str, ...] = (
+        "Reuse",
+        "Encodes without / with the cache",
+        "Requests/s without",
+        "Requests/s with",
+        "Ratio",
+        "Ideal",
+        "Ratio / ideal",
+    )
+    yield table(header, rows(streams))
+    if options.plot:
+        draw(streams, options.plot)
+    yield "Callers that want one new image at the same time:"
+    yield table(("Callers", "Number", "Encodes", "ms in all"), concurrent_callers(encoder))
+    yield f"Microseconds for a call whose items are all cached, {QUARTILES}:"
+    header = ("Call", "", "Call", "`get_single` of each", "Beyond it")
+    yield table(header, [overhead(options.rounds)])
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = Parser("Serves requests with a cache around a vision encoder and without.")
+    parser.add_number("--requests", 60, 1, "requests in each stream")
+    parser.add_number("--rounds", 5, 2, "rounds behind each cell")
+    parser.add_argument("--model", choices=MODELS, default="base", help="the encoder")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the first table here")
+    run(parser, report)
+
+
+if __name__ == "__main__":
+    main()

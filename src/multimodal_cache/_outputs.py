@@ -1,0 +1,80 @@
+"""What a vision encoder returns, as one ``[tokens, hidden]`` for each feature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def split_output(output: Any, lengths: Sequence[int | None]) -> list[torch.Tensor]:
+    """Splits what ``encode`` returned into one ``[tokens, hidden]`` for each feature.
+
+    Raises:
+        ValueError: It is of another type, number or shape than expected.
+    """
+    count = len(lengths)
+    if isinstance(output, torch.Tensor):
+        parts = _split_tensor(output, lengths)
+    elif isinstance(output, (list, tuple)):
+        if len(output) != count:
+            raise ValueError(f"encode must return {count} embeddings, got {len(output)}")
+        parts = []
+        for index, part in enumerate(output):
+            rows = as_rows(part)
+            if rows is None:
+                raise ValueError(
+                    f"encode must return tensors of rank 2 or more, got {_describe(part)} for "
+                    f"feature {index}"
+                )
+            parts.append(rows)
+    else:
+        raise ValueError(
+            f"encode must return a tensor, or a list or tuple of tensors, got {_describe(output)}"
+        )
+    for index, (part, length) in enumerate(zip(parts, lengths, strict=True)):
+        if length is not None and part.shape[0] != length:
+            raise ValueError(
+                f"encode must return {length} tokens for feature {index}, as num_tokens says, "
+                f"got {part.shape[0]}"
+            )
+    return parts
+
+
+def _split_tensor(output: torch.Tensor, lengths: Sequence[int | None]) -> list[torch.Tensor]:
+    count = len(lengths)
+    if output.ndim == 3 and output.shape[0] == count:
+        return list(output)
+    if output.ndim != 2:
+        raise ValueError(
+            f"encode must return [{count}, tokens, hidden] or [all tokens, hidden] or a list, "
+            f"got {_describe(output)}"
+        )
+    if count == 1:
+        return [output]
+    known = [length for length in lengths if length is not None]
+    if len(known) != count:
+        raise ValueError(
+            f"num_tokens is needed to cut {_describe(output)} into the embeddings of {count} "
+            "features"
+        )
+    if sum(known) != output.shape[0]:
+        raise ValueError(
+            f"encode must return {sum(known)} tokens in all, as num_tokens says, "
+            f"got {_describe(output)}"
+        )
+    return list(torch.split(output, known))
+
+
+def as_rows(embedding: Any) -> torch.Tensor | None:
+    """Returns ``[tokens, hidden]``, or None for what has fewer dimensions or is no tensor."""
+    if not isinstance(embedding, torch.Tensor) or embedding.ndim < 2:
+        return None
+    return embedding if embedding.ndim == 2 else embedding.flatten(0, -2)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)}"
+    return type(value).__name__
