@@ -14,9 +14,9 @@ How to read it: a server answers requests for one image each, one after another,
 which a part of the requests repeats an earlier image. With the cache it makes a key from the
 pixels, looks it up, and encodes and stores what is missing; all of this is in the time. Ten
 requests are served with the cache and the same ten without, in an order that is drawn anew, then
-the next ten, so that a machine that slows down slows both. Requests per second are the median of the rounds
-and their quartiles; the ratio is the median of the ratios, round by round, with its quartiles; the
-ideal is 1 / (1 - hit rate). At 0 % reuse the ratio says what the cache costs.
+the next ten, so that a machine that slows down slows both. Requests per second are the median of
+the rounds and their quartiles; the ratio is the median of the ratios, round by round, with its
+quartiles; the ideal is 1 / (1 - hit rate). At 0 % reuse the ratio says what the cache costs.
 """
 
 from __future__ import annotations
