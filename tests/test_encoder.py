@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -124,12 +125,14 @@ def test_one_feature_needs_no_num_tokens() -> None:
 @pytest.mark.parametrize(
     ("output", "num_tokens", "message"),
     [
-        (None, None, "a tensor, or a list or tuple of tensors, got NoneType"),
-        (np.zeros((2, 3, 4)), None, "a tensor, or a list or tuple of tensors, got ndarray"),
-        ({"x": ROWS}, None, "a tensor, or a list or tuple of tensors, got dict"),
+        (None, None, "a dense tensor, or a list or tuple of them, got NoneType"),
+        (np.zeros((2, 3, 4)), None, "a dense tensor, or a list or tuple of them, got ndarray"),
+        ({"x": ROWS}, None, "a dense tensor, or a list or tuple of them, got dict"),
         ([ROWS[0]], None, "must return 2 embeddings, got 1"),
         ([ROWS[0]] * 3, None, "must return 2 embeddings, got 3"),
         ([ROWS[0], torch.zeros(4)], None, "rank 2 or more, got a tensor [4] for feature 1"),
+        (ROWS.to_sparse(), None, "tuple of them, got a tensor with layout=torch.sparse_coo"),
+        ([ROWS[0], ROWS[0].to("meta")], None, "got a tensor with layout=torch.strided, is_nested"),
         ([ROWS[0], None], None, "rank 2 or more, got NoneType for feature 1"),
         (torch.zeros(3, 3, 4), None, "[2, tokens, hidden] or [all tokens, hidden] or a list, got"),
         (torch.zeros(2, 3, 4, 5), None, "or a list, got a tensor [2, 3, 4, 5]"),
@@ -228,6 +231,37 @@ def test_results_outlive_the_cache_and_keep_no_batch(max_size: int) -> None:
     cache.clear()
     assert [row.sum().item() for row in rows] == [20, 20, 20]
     assert {row.untyped_storage().nbytes() for row in rows} == {80}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_waits_for_the_collector(fails: bool) -> None:
+    """What it holds is memory that the collector doesn't see."""
+    features = [torch.zeros(3)]
+    outputs: list[weakref.ref[torch.Tensor]] = []
+
+    def encode(features: list[Any]) -> torch.Tensor:
+        output = torch.ones(1, 2, 4)
+        outputs.append(weakref.ref(output))
+        if fails:
+            raise OSError("no such image")
+        return output
+
+    cache = MultiModalStaticCache(10_000)
+    encoder = CachedEncoder(cache, encode)
+    feature = weakref.ref(features[0])
+    gc.collect()
+    gc.disable()
+    try:
+        rows: Any = None
+        with contextlib.suppress(OSError):
+            rows = encoder(features)
+        row = weakref.ref(rows[0]) if rows else lambda: None
+        del rows
+        cache.clear()
+        features.clear()
+        assert (feature(), outputs[0](), row()) == (None, None, None)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("copy", [False, True])
@@ -383,9 +417,18 @@ def test_a_bad_encoder_is_refused(make: Callable[[Any], Any], message: str) -> N
         make(MultiModalStaticCache(100))
 
 
+def test_an_error_while_the_features_are_made_is_not_hidden() -> None:
+    def features() -> Any:
+        yield 1
+        raise TypeError("the true reason")
+
+    with pytest.raises(TypeError, match="the true reason"):
+        CachedEncoder(MultiModalStaticCache(100), EncoderOfNumbers())(features())
+
+
 def test_a_key_function_that_returns_nonsense_is_named() -> None:
     encoder = CachedEncoder(MultiModalStaticCache(100), EncoderOfNumbers(), key=lambda n: "k")  # type: ignore
-    with pytest.raises(TypeError, match="must be an int, got str"):
+    with pytest.raises(TypeError, match=r"what key\(feature\) returns must be an int, got str"):
         encoder([1])
 
 

@@ -270,6 +270,88 @@ def test_a_synchronous_call_on_a_running_loop_that_would_wait_is_an_error() -> N
     assert numbers(asyncio.run(hit())) == [1]
 
 
+def test_a_callback_of_the_cache_that_calls_the_encoder_does_not_hang() -> None:
+    """It runs inside the call whose flights it would wait for."""
+    errors = []
+
+    def on_evict(mm_hash: int, evicted: EmbeddingResult) -> None:
+        try:
+            encoder([mm_hash], [mm_hash])
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    cache = MultiModalStaticCache(8, on_evict=on_evict)
+    encoder = CachedEncoder(cache, EncoderOfNumbers())
+    assert numbers(encoder([1, 2], [1, 2])) == [1, 2]
+    assert len(errors) == 1
+    assert "inside encode" in errors[0]
+    assert encoder._flights == {}
+
+
+def test_the_cache_is_never_called_under_the_lock_of_the_encoder() -> None:
+    """A finalizer that runs under the lock of the cache may ask for the statistics."""
+    asked = []
+
+    class Asking(MultiModalStaticCache):
+        def get_single(self, mm_hash: Any) -> Any:
+            ask()
+            return super().get_single(mm_hash)
+
+        def set(self, *arguments: Any, **options: Any) -> bool:
+            ask()
+            return super().set(*arguments, **options)
+
+        def free(self, *arguments: Any) -> bool:
+            ask()
+            return super().free(*arguments)
+
+    def ask() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            asked.append(pool.submit(encoder.stats).result(LIMIT))
+        if len(asked) == 1:
+            encoder._landings += 1  # so that it looks again
+
+    cache = Asking(10_000)
+    encoder = CachedEncoder(cache, EncoderOfNumbers())
+    assert numbers(encoder([1], [1])) == [1]
+    assert numbers(encoder([1], [1], [2])) == [1]
+    encoder._encode = EncoderOfNumbers(tokens=3)
+    assert numbers(encoder([1], [1], [3])) == [1]
+    assert len(asked) == 7
+
+
+def test_two_threads_that_find_an_entry_of_the_wrong_length_encode_once() -> None:
+    with gated() as (encoder, encode, run):
+        encoder._cache.set(1, EmbeddingResult(embedding=torch.zeros(9, 1)), None)
+        first = run(encoder, [1], None, [2])
+        wait_for(encode.begun)
+        other = run(encoder, [1], None, [2])
+        joined(encoder)
+        encode.gate.set()
+        assert first.result(LIMIT)[0] is other.result(LIMIT)[0]
+    assert encode.calls == [[1]]
+    assert encoder.stats().row_mismatches == 1
+
+
+def test_a_landing_that_is_interrupted_goes_on() -> None:
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), EncoderOfNumbers())
+
+    class Interrupting(dict[int, Any]):
+        def __delitem__(self, key: int) -> None:
+            if key == 2 and not interrupted:
+                interrupted.append(key)
+                raise KeyboardInterrupt
+            super().__delitem__(key)
+
+    interrupted: list[int] = []
+    encoder._flights = Interrupting()
+    with pytest.raises(KeyboardInterrupt):
+        encoder([1, 2, 3], [1, 2, 3])
+    assert encoder._flights == {}
+    assert numbers(encoder([1, 2, 3], [1, 2, 3])) == [1, 2, 3]
+    assert encoder.stats().encoded == 3
+
+
 # asyncio
 
 
@@ -463,6 +545,50 @@ def test_an_encode_that_can_not_be_begun_lands_its_flights() -> None:
         limited(encoder.encode_async([1], [1]))
     assert encoder._flights == {}
     assert numbers(encoder([1], [1])) == [1]
+
+
+def test_a_loop_that_ends_during_a_plain_encode_leaves_nothing_behind() -> None:
+    encode = GatedEncoder()
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode)
+
+    async def main() -> None:
+        task = asyncio.ensure_future(encoder.encode_async([1], [1]))
+        while not encode.begun.acquire(blocking=False):
+            await asyncio.sleep(0)
+        task.cancel()
+
+    limited(main())
+    encode.gate.set()
+    encoder._executor.shutdown()
+    assert (encoder._tasks, encoder._flights) == (set(), {})
+    assert encoder._cache.get_single(1) is not None
+
+
+def test_a_key_function_may_raise_anything() -> None:
+    def key(feature: Any) -> int:
+        raise StopIteration
+
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), EncoderOfNumbers(), key=key)
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        limited(encoder.encode_async([1]))
+
+
+def test_what_has_landed_need_not_be_waited_for() -> None:
+    """So it is no error where waiting would be one."""
+    with gated() as (encoder, encode, run):
+        other = run(encoder, [1])
+        wait_for(encode.begun)
+
+        def encode_both(features: list[Any]) -> torch.Tensor:
+            encode.gate.set()
+            other.result(LIMIT)
+            return EncoderOfNumbers()(features)
+
+        async def main() -> list[torch.Tensor]:
+            encoder._encode = encode_both
+            return encoder([1, 2])
+
+        assert numbers(limited(main())) == [1, 2]
 
 
 def test_threads_of_the_loop_may_all_wait_for_one_encode() -> None:

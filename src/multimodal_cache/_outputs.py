@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -15,7 +15,7 @@ def split_output(output: Any, lengths: Sequence[int | None]) -> list[torch.Tenso
         ValueError: It is of another type, number or shape than expected.
     """
     count = len(lengths)
-    if isinstance(output, torch.Tensor):
+    if _is_dense(output):
         parts = _split_tensor(output, lengths)
     elif isinstance(output, (list, tuple)):
         if len(output) != count:
@@ -25,13 +25,14 @@ def split_output(output: Any, lengths: Sequence[int | None]) -> list[torch.Tenso
             rows = as_rows(part)
             if rows is None:
                 raise ValueError(
-                    f"encode must return tensors of rank 2 or more, got {_describe(part)} for "
-                    f"feature {index}"
+                    "encode must return dense tensors of rank 2 or more, got "
+                    f"{_describe(part)} for feature {index}"
                 )
             parts.append(rows)
     else:
         raise ValueError(
-            f"encode must return a tensor, or a list or tuple of tensors, got {_describe(output)}"
+            "encode must return a dense tensor, or a list or tuple of them, got "
+            f"{_describe(output)}"
         )
     for index, (part, length) in enumerate(zip(parts, lengths, strict=True)):
         if length is not None and part.shape[0] != length:
@@ -68,13 +69,23 @@ def _split_tensor(output: torch.Tensor, lengths: Sequence[int | None]) -> list[t
 
 
 def as_rows(embedding: Any) -> torch.Tensor | None:
-    """Returns ``[tokens, hidden]``, or None for what has fewer dimensions or is no tensor."""
-    if not isinstance(embedding, torch.Tensor) or embedding.ndim < 2:
+    """Returns ``[tokens, hidden]``, or None for what is no dense tensor of rank 2 or more."""
+    if not _is_dense(embedding) or embedding.ndim < 2:
         return None
     return embedding if embedding.ndim == 2 else embedding.flatten(0, -2)
 
 
+def _is_dense(value: Any) -> TypeGuard[torch.Tensor]:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and not (value.is_nested or value.is_meta)
+    )
+
+
 def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
+    if _is_dense(value):
         return f"a tensor {list(value.shape)}"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor with layout={value.layout}, is_nested={value.is_nested}, {value.device}"
     return type(value).__name__

@@ -29,20 +29,23 @@ _encoding: contextvars.ContextVar[tuple[CachedEncoder, ...]] = contextvars.Conte
 
 
 class CachedEncoder:
-    """Calls a vision encoder for what isn't in a cache, once for each image.
+    """Calls a vision encoder for what isn't in a cache, and for no image twice at once.
 
     Any number of threads, and of asyncio tasks on any number of event loops, may call one
     encoder. A key that one of them is encoding is waited for by the others. The life of a key
     that isn't cached:
 
-    1. A call looks up all its keys in the cache, without the encoder's lock.
+    1. A call looks up all its keys in the cache.
     2. Under the lock it *claims* the missing keys that nobody has claimed: each gets a flight,
        in a table by key. A key with a flight is somebody else's, and will be waited for.
     3. It encodes all that it claimed, in one call of ``encode``, without the lock.
     4. The flights *land*: the embeddings go into the cache, the flights leave the table, and
-       then those who wait get them. If ``encode`` failed they get its error, or nothing.
+       then those who wait get them. If ``encode`` failed they get its error, where it had
+       nothing but their key to encode; else, or where it was interrupted, they get nothing.
     5. Only now the call waits for the flights of others; so calls that overlap never wait for
        each other in a circle. What it got nothing for goes back to 1.
+
+    The encoder's lock is held for the table and the counters alone.
 
     A flight belongs to the ``generation`` of the cache in which it was claimed: a call that
     comes after ``clear()`` doesn't wait for one from before, and what that returns late isn't
@@ -60,9 +63,11 @@ class CachedEncoder:
             - or one tensor ``[tokens of all features, hidden]``, which is cut by ``num_tokens``;
               for one feature that isn't needed.
 
-            It runs under ``torch.no_grad()``. It may reuse its output buffer, since each
-            embedding is copied out of what it returns. It may be a coroutine function, for
-            ``encode_async``.
+            It runs under ``torch.no_grad()``, on several threads at once for different images:
+            it must allow that. It may reuse an output buffer, since each embedding is copied
+            out of what it returns, if its own calls don't overlap. It may be a coroutine
+            function (``async def``), for ``encode_async``. On a GPU it must leave its output
+            to the current stream; nothing is synchronised for those who wait.
         namespace: As for ``hash_feature``: whatever changes the embedding and isn't in the
             feature.
         key: Makes the key of a feature, an int, or None for one that must not be cached or
@@ -95,7 +100,7 @@ class CachedEncoder:
         self._lock = threading.RLock()  # a finalizer may call back
         self._flights: dict[int, _Flight] = {}
         self._landings = 0
-        self._tasks: set[asyncio.Future[BaseException | None]] = set()
+        self._tasks: set[asyncio.Task[Exception | None]] = set()
         # Not that of the loop, which may be full of synchronous calls that wait for a flight.
         self._executor = ThreadPoolExecutor(thread_name_prefix="CachedEncoder")
         self._calls = self._hits = self._encoded = self._coalesced = 0
@@ -119,8 +124,8 @@ class CachedEncoder:
                 separately.
 
         Returns:
-            A tensor ``[num_tokens, hidden]`` for each feature, in order, without a graph. It is
-            the tensor that the cache holds, and others get: treat it as read-only. It stays
+            A tensor ``[num_tokens, hidden]`` for each feature, in order, without a graph. The
+            cache may hold the same tensor, and others get it: treat it as read-only. It stays
             valid when it is evicted, and keeps no batch alive.
 
         Raises:
@@ -135,14 +140,14 @@ class CachedEncoder:
         if self._is_coroutine_function:
             raise TypeError("encode is a coroutine function: await encode_async(...) instead")
         items = _as_list("features", features)
-        call = _Call(self, items, self._keys(items, mm_hashes), _lengths(items, num_tokens))
+        lengths = _lengths(items, num_tokens)
+        call = _Call(self, items, self._keys(items, mm_hashes), lengths)
         try:
             while call.look_up_and_claim():
-                error = call.encode_claimed()
-                if error is not None:
-                    raise error
+                _raise_if(call.encode_claimed())
                 for want, flight in call.awaited():
-                    self._require_may_wait(loop_is_running=_loop_is_running())
+                    if not flight.landed.done():
+                        self._require_may_wait(loop_is_running=_loop_is_running())
                     want.take(flight, flight.landed.result())
         finally:
             call.land_without(None)  # if it was interrupted between the claim and the encode
@@ -156,9 +161,11 @@ class CachedEncoder:
     ) -> list[torch.Tensor]:
         """Returns the embedding of each feature, as a call does, for asyncio.
 
-        Keys are made in a worker thread of the event loop, and there a plain ``encode`` runs; a
-        coroutine function runs on the loop. Waiting takes no thread. To cancel the task doesn't
-        cancel an ``encode`` that was begun: it ends, and its embeddings are cached.
+        Keys are made in a worker thread of the event loop. A plain ``encode`` runs in a thread
+        of the encoder's own, with that thread's current device and stream; a coroutine function
+        runs on the loop. Waiting takes no thread. Cancelling the task doesn't cancel an
+        ``encode`` that was begun: it finishes, and its embeddings are cached. A loop that is
+        closed with such a task in it, uncancelled, leaves its keys claimed for ever.
 
         Args:
             features: As above.
@@ -175,17 +182,17 @@ class CachedEncoder:
             Exception: As above.
         """
         items = _as_list("features", features)
+        lengths = _lengths(items, num_tokens)
         if mm_hashes is None and items:
             keys = await asyncio.to_thread(self._keys, items, None)
         else:
             keys = self._keys(items, mm_hashes)
-        call = _Call(self, items, keys, _lengths(items, num_tokens))
+        call = _Call(self, items, keys, lengths)
         while call.look_up_and_claim():
-            error = await self._encode_elsewhere(call)
-            if error is not None:
-                raise error
+            _raise_if(await self._encode_elsewhere(call))
             for want, flight in call.awaited():
-                self._require_may_wait(loop_is_running=False)
+                if not flight.landed.done():
+                    self._require_may_wait(loop_is_running=False)
                 want.take(flight, await asyncio.wrap_future(flight.landed))
         return call.embeddings()
 
@@ -206,31 +213,37 @@ class CachedEncoder:
     ) -> list[int | None]:
         if mm_hashes is not None:
             given = _as_list("mm_hashes", mm_hashes, len(features))
-        elif self._key is not None:
-            given = [self._key(feature) for feature in features]
-        else:
+            return [None if item is None else single_key(item) for item in given]
+        if self._key is None:
             return [hash_feature(feature, namespace=self._namespace) for feature in features]
-        return [None if item is None else single_key(item) for item in given]
+        keys: list[int | None] = []
+        for feature in features:
+            try:
+                made = self._key(feature)
+            except StopIteration as error:  # which can't leave a worker thread
+                raise RuntimeError("key(feature) raised StopIteration") from error
+            keys.append(None if made is None else as_int("what key(feature) returns", made))
+        return keys
 
-    async def _encode_elsewhere(self, call: _Call) -> BaseException | None:
+    async def _encode_elsewhere(self, call: _Call) -> Exception | None:
         """Encodes what a call claimed, in a way that outlives the call."""
         if not call.claimed:
             return None
-        begun: asyncio.Future[BaseException | None]
         try:
-            if self._is_coroutine_function:
-                begun = asyncio.ensure_future(call.encode_claimed_async())
-            else:
+            if not self._is_coroutine_function:
                 run = contextvars.copy_context().run
                 loop = asyncio.get_running_loop()
-                begun = loop.run_in_executor(self._executor, run, call.encode_claimed)
-        except BaseException:
+                return await asyncio.shield(
+                    loop.run_in_executor(self._executor, run, call.encode_claimed)
+                )
+            task = asyncio.ensure_future(call.encode_claimed_async())
+        except RuntimeError:  # the interpreter or the executor is shutting down
             call.land_without(None)
             raise
-        self._tasks.add(begun)  # the loop itself would let go of it
-        begun.add_done_callback(self._tasks.discard)
-        begun.add_done_callback(lambda _: call.land_without(None))  # if it never began
-        return await asyncio.shield(begun)
+        self._tasks.add(task)  # the loop itself would let go of it
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: call.land_without(None))  # if it never began
+        return await asyncio.shield(task)
 
     def _require_may_wait(self, *, loop_is_running: bool) -> None:
         if self in _encoding.get():
@@ -245,14 +258,13 @@ class CachedEncoder:
 
 
 Landed: TypeAlias = torch.Tensor | Exception | None
-"""The embedding; or the error of an ``encode`` that had nothing else to do; or neither."""
+"""The embedding; or the error of an ``encode`` that had nothing else to do; or None: try again."""
 
 
 @dataclass(eq=False, slots=True)
 class _Flight:
     """One key that is being encoded, from its claim to its landing."""
 
-    owner: _Call
     key: int
     length: int | None
     generation: Any
@@ -272,6 +284,7 @@ class _Want:
     places: list[int]
     embedding: torch.Tensor | None = None
     coalesced: bool = False
+    mismatched: bool = False  # the cache has it with another length
     flight: _Flight | None = None  # ours while it is claimed, another call's while it is awaited
 
     def fits(self, embedding: torch.Tensor) -> bool:
@@ -279,6 +292,7 @@ class _Want:
 
     def take(self, flight: _Flight, landed: Landed) -> None:
         """Takes what another call's flight brought, if it is of use here."""
+        self.flight = None
         if isinstance(landed, Exception):
             if flight.length == self.length:  # else the error may be about the length
                 raise landed
@@ -299,7 +313,7 @@ class _Call:
         self._encoder = encoder
         self._size = len(features)
         self._wants: list[_Want] = []
-        self._counted = False
+        self._counted = self._landing = False
         self.claimed: list[_Want] = []
         known: dict[tuple[int, int | None], _Want] = {}
         for place, (feature, key, length) in enumerate(zip(features, keys, lengths, strict=True)):
@@ -336,93 +350,104 @@ class _Call:
     def look_up_and_claim(self) -> bool:
         """Looks up what is missing, and claims what nobody encodes; False if all is there."""
         encoder = self._encoder
-        landings = encoder._landings
-        missing, hits, mismatches = self._look_up(self._wants)
-        with encoder._lock:
-            if missing and landings != encoder._landings:  # perhaps it has just landed
-                missing, more_hits, more_mismatches = self._look_up(missing)
-                hits, mismatches = hits + more_hits, mismatches + more_mismatches
-            encoder._calls += not self._counted
-            encoder._hits += hits
-            encoder._row_mismatches += mismatches
-            self._counted = True
-            if missing:
-                self._claim(missing)
-        return bool(missing)
+        while True:
+            landings = encoder._landings
+            missing, hits = self._look_up()
+            with encoder._lock:
+                if missing and landings != encoder._landings:
+                    again = True  # what has landed meanwhile may be what is missing
+                else:
+                    again = False
+                    self._claim(missing)
+                encoder._calls += not self._counted
+                encoder._hits += hits
+                self._counted = True
+            if not again:
+                return bool(missing)
 
-    def _look_up(self, wants: list[_Want]) -> tuple[list[_Want], int, int]:
-        """Returns what is missing, and counts hits and entries of the wrong length."""
+    def _look_up(self) -> tuple[list[_Want], int]:
+        """Returns what is missing, and the number of features that aren't since now."""
         cache = self._encoder._cache
         missing = []
-        hits = mismatches = 0
-        for want in wants:
+        hits = 0
+        for want in self._wants:
             if want.embedding is not None:
                 continue
             found = None if want.key is None else cache.get_single(want.key)
-            if found is None:
-                missing.append(want)
-                continue
-            embedding = as_rows(found.embedding)
+            embedding = None if found is None else as_rows(found.embedding)
             if embedding is not None and want.fits(embedding):
                 want.embedding = embedding
                 hits += len(want.places)
             else:
-                assert want.key is not None
-                cache.free(want.key, None)
-                mismatches += 1
+                want.mismatched = found is not None
                 missing.append(want)
-        return missing, hits, mismatches
+        return missing, hits
 
     def _claim(self, missing: list[_Want]) -> None:
         encoder = self._encoder
         generation = getattr(encoder._cache, "generation", None)
+        ours = set()
         for want in missing:
             flight = None if want.key is None else encoder._flights.get(want.key)
-            known = flight is not None and flight.generation == generation
-            if known and flight is not None and flight.owner is not self:
+            if flight is not None and flight.generation == generation and want.key not in ours:
                 want.flight = flight
                 continue
             want.flight = None  # without a key, or the same key as one of ours of another length
-            if want.key is not None and not known:
-                want.flight = _Flight(self, want.key, want.length, generation)
+            if want.key is not None and want.key not in ours:
+                want.flight = _Flight(want.key, want.length, generation)
+                ours.add(want.key)
             self.claimed.append(want)
             if want.flight is not None:
                 encoder._flights[want.flight.key] = want.flight
 
     # Encoding what was claimed
 
-    def encode_claimed(self) -> BaseException | None:
-        """Encodes, and lands; returns what went wrong."""
+    def encode_claimed(self) -> Exception | None:
+        """Encodes, and lands; returns an error, since not all can be raised in a future."""
         if not self.claimed:
             return None
         inside = _encoding.set((*_encoding.get(), self._encoder))
         try:
+            self._drop_mismatched()
             with torch.no_grad():
-                output = self._encoder._encode([want.feature for want in self.claimed])
-                embeddings = self._copy_out(output)
-        except BaseException as error:  # noqa: BLE001  # whatever it is, nobody must wait for ever
+                embeddings = self._copy_out(self._encoder._encode(self._claimed_features()))
+            self._store_and_land(embeddings)
+        except BaseException as error:
             self.land_without(error)
+            if not isinstance(error, Exception):
+                raise
             return error
         finally:
             _encoding.reset(inside)
-        return self._store_and_land(embeddings)
+        return None
 
-    async def encode_claimed_async(self) -> BaseException | None:
+    async def encode_claimed_async(self) -> Exception | None:
         """The same for an ``encode`` that is a coroutine function."""
         inside = _encoding.set((*_encoding.get(), self._encoder))
         try:
-            output: Any = self._encoder._encode([want.feature for want in self.claimed])
-            output = await _without_grad(output)
-            embeddings = self._copy_out(output)
-        except asyncio.CancelledError as error:
+            self._drop_mismatched()
+            output: Any = self._encoder._encode(self._claimed_features())
+            embeddings = self._copy_out(await _without_grad(output))
+            self._store_and_land(embeddings)
+        except BaseException as error:
             self.land_without(error)
-            raise
-        except BaseException as error:  # noqa: BLE001
-            self.land_without(error)
+            if not isinstance(error, Exception):
+                raise
             return error
         finally:
             _encoding.reset(inside)
-        return self._store_and_land(embeddings)
+        return None
+
+    def _claimed_features(self) -> list[Any]:
+        return [want.feature for want in self.claimed]
+
+    def _drop_mismatched(self) -> None:
+        """Drops entries of the wrong length: now, since nobody else can have replaced them."""
+        for want in self.claimed:
+            if want.key is not None and want.mismatched:
+                dropped = self._encoder._cache.free(want.key, None)
+                with self._encoder._lock:
+                    self._encoder._row_mismatches += dropped
 
     def _copy_out(self, output: Any) -> list[torch.Tensor]:
         """Copies each embedding, so that none keeps a batch, a graph or a reused buffer."""
@@ -432,22 +457,16 @@ class _Call:
             for rows in split_output(output, lengths)
         ]
 
-    def _store_and_land(self, embeddings: list[torch.Tensor]) -> BaseException | None:
-        cache = self._encoder._cache
-        try:
-            for want, embedding in zip(self.claimed, embeddings, strict=True):
-                if want.flight is not None:
-                    result = EmbeddingResult(embedding=embedding)
-                    generation = want.flight.generation
-                    options = {} if generation is None else {"generation": generation}
-                    cache.set(want.flight.key, result, None, **options)
-        except BaseException as error:  # noqa: BLE001
-            self.land_without(error)
-            return error
+    def _store_and_land(self, embeddings: list[torch.Tensor]) -> None:
         for want, embedding in zip(self.claimed, embeddings, strict=True):
-            want.embedding = embedding
+            if want.flight is not None:
+                result = EmbeddingResult(embedding=embedding)
+                generation = want.flight.generation
+                options = {} if generation is None else {"generation": generation}
+                self._encoder._cache.set(want.flight.key, result, None, **options)
+        for want, embedding in zip(self.claimed, embeddings, strict=True):
+            want.embedding, want.feature = embedding, None
         self._land(embeddings)
-        return None
 
     def land_without(self, error: BaseException | None) -> None:
         """Ends the flights that haven't ended, without embeddings.
@@ -459,37 +478,53 @@ class _Call:
         self._land([shared] * len(self.claimed))
 
     def _land(self, outcomes: Sequence[Landed]) -> None:
+        """Ends the flights, or goes on with that where it was interrupted."""
         encoder, claimed = self._encoder, self.claimed
-        self.claimed = []
         if not claimed:
             return
         encoded = [want for want in claimed if want.embedding is not None]
+        flights = [want.flight for want in claimed]
         with encoder._lock:
-            encoder._landings += 1
-            encoder._failures += not encoded
-            encoder._encoded += len(encoded)
-            encoder._coalesced += sum(len(want.places) - 1 for want in encoded)
-            for flight in [want.flight for want in claimed if want.flight is not None]:
-                if encoder._flights.get(flight.key) is flight:  # not one of a later generation
+            if not self._landing:
+                self._landing = True
+                encoder._landings += 1
+                encoder._failures += not encoded
+                encoder._encoded += len(encoded)
+                encoder._coalesced += sum(len(want.places) - 1 for want in encoded)
+            for flight in flights:
+                # Not one of a later generation.
+                if flight is not None and encoder._flights.get(flight.key) is flight:
                     del encoder._flights[flight.key]
-        for want, outcome in zip(claimed, outcomes, strict=True):
-            if want.flight is not None:
-                want.flight.landed.set_result(outcome)
+        for flight, outcome in zip(flights, outcomes, strict=True):
+            if flight is not None and not flight.landed.done():
+                flight.landed.set_result(outcome)
+        for want in claimed:
+            want.flight = None
+        self.claimed, self._landing = [], False
 
 
 # Arguments, and coroutines
 
 
 def _as_list(name: str, value: Iterable[Any], size: int | None = None) -> list[Any]:
-    if isinstance(value, (str, bytes, bytearray, Mapping, set, frozenset)):
-        raise TypeError(f"{name} must be a list, got {type(value).__name__}")
     try:
-        items = list(value)
+        iterator = iter(value)
     except TypeError:
-        raise TypeError(f"{name} must be a list, got {type(value).__name__}") from None
+        iterator = None
+    if iterator is None or isinstance(value, (str, bytes, bytearray, Mapping, set, frozenset)):
+        raise TypeError(f"{name} must be a list, got {type(value).__name__}")
+    items = list(iterator)
     if size is not None and len(items) != size:
         raise ValueError(f"{name} must have one item for each of {size} features, got {len(items)}")
     return items
+
+
+def _raise_if(error: Exception | None) -> None:
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # its traceback has this frame, and would keep it alive
 
 
 def _lengths(
