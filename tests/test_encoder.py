@@ -233,6 +233,23 @@ def test_results_outlive_the_cache_and_keep_no_batch(max_size: int) -> None:
     assert {row.untyped_storage().nbytes() for row in rows} == {80}
 
 
+def test_the_mode_of_the_caller_does_not_count() -> None:
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), EncoderOfNumbers())
+    with torch.inference_mode():
+        (rows,) = encoder([1])
+    assert not rows.is_inference()
+    assert not rows.requires_grad
+
+
+def test_a_coroutine_of_a_plain_function_is_refused() -> None:
+    async def later(features: list[Any]) -> list[torch.Tensor]:
+        return []
+
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), lambda features: later(features))
+    with pytest.raises(ValueError, match="must be declared with async def"):
+        asyncio.run(encoder.encode_async([1]))
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_waits_for_the_collector(fails: bool) -> None:
     """What it holds is memory that the collector doesn't see."""
@@ -407,6 +424,7 @@ def refuse(error: type[Exception], arguments: Sequence[Any], message: str) -> No
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda c: CachedEncoder(None, len), "cache must be a MultimodalCache, got NoneType"),  # type: ignore
         (lambda c: CachedEncoder(c, None), "encode must be callable, got NoneType"),  # type: ignore
         (lambda c: CachedEncoder(c, len, key=5), "key must be callable or None, got int"),  # type: ignore
         (lambda c: CachedEncoder(c, len, namespace=5), "namespace must be str or bytes, got int"),  # type: ignore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
@@ -30,6 +31,9 @@ def split_output(output: Any, lengths: Sequence[int | None]) -> list[torch.Tenso
                 )
             parts.append(rows)
     else:
+        if inspect.iscoroutine(output):
+            output.close()  # nobody will await it
+            raise ValueError("encode returned a coroutine: it must be declared with async def")
         raise ValueError(
             "encode must return a dense tensor, or a list or tuple of them, got "
             f"{_describe(output)}"

@@ -20,7 +20,9 @@ from multimodal_cache.keys import hash_feature
 from multimodal_cache.stats import EncoderStats
 
 EncoderOutput: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
-EncodeFunction: TypeAlias = Callable[[list[Any]], EncoderOutput | Awaitable[EncoderOutput]]
+EncodeFunction: TypeAlias = (
+    Callable[[list[Any]], EncoderOutput] | Callable[[list[Any]], Awaitable[EncoderOutput]]
+)
 
 _encoding: contextvars.ContextVar[tuple[CachedEncoder, ...]] = contextvars.ContextVar(
     "_encoding", default=()
@@ -61,7 +63,8 @@ class CachedEncoder:
               dimensions are flattened to ``[tokens, hidden]``;
             - one tensor ``[features, tokens, hidden]``;
             - or one tensor ``[tokens of all features, hidden]``, which is cut by ``num_tokens``;
-              for one feature that isn't needed.
+              for one feature that isn't needed. There ``num_tokens`` is trusted: only its sum
+              can be checked.
 
             It runs under ``torch.no_grad()``, on several threads at once for different images:
             it must allow that. It may reuse an output buffer, since each embedding is copied
@@ -69,14 +72,15 @@ class CachedEncoder:
             function (``async def``), for ``encode_async``. On a GPU it must leave its output
             to the current stream; nothing is synchronised for those who wait.
         namespace: As for ``hash_feature``: whatever changes the embedding and isn't in the
-            feature.
+            feature. It has no part in keys that are given, or made by ``key``: those must tell
+            models and options apart themselves.
         key: Makes the key of a feature, an int, or None for one that must not be cached or
             shared; for example from the compressed file, or from an id that the server
             trusts. By default ``hash_feature(feature, namespace=namespace)``.
 
     Raises:
-        TypeError: ``encode`` or ``key`` can't be called, or ``namespace`` is neither str nor
-            bytes.
+        TypeError: ``cache`` has no ``get_single``, ``encode`` or ``key`` can't be called, or
+            ``namespace`` is neither str nor bytes.
     """
 
     def __init__(
@@ -87,6 +91,8 @@ class CachedEncoder:
         namespace: str | bytes = "",
         key: Callable[[Any], SupportsIndex | None] | None = None,
     ) -> None:
+        if not callable(getattr(cache, "get_single", None)):
+            raise TypeError(f"cache must be a MultimodalCache, got {type(cache).__name__}")
         if not callable(encode):
             raise TypeError(f"encode must be callable, got {type(encode).__name__}")
         if key is not None and not callable(key):
@@ -452,10 +458,11 @@ class _Call:
     def _copy_out(self, output: Any) -> list[torch.Tensor]:
         """Copies each embedding, so that none keeps a batch, a graph or a reused buffer."""
         lengths = [want.length for want in self.claimed]
-        return [
-            rows.detach().clone(memory_format=torch.contiguous_format)
-            for rows in split_output(output, lengths)
-        ]
+        with torch.inference_mode(mode=False), torch.no_grad():  # others may not be in that mode
+            return [
+                rows.detach().clone(memory_format=torch.contiguous_format)
+                for rows in split_output(output, lengths)
+            ]
 
     def _store_and_land(self, embeddings: list[torch.Tensor]) -> None:
         for want, embedding in zip(self.claimed, embeddings, strict=True):
