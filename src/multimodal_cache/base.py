@@ -56,7 +56,7 @@ class CombinedHash(int):
     _mm_hashes: tuple[int, ...]
 
     def __new__(cls, mm_hashes: Iterable[SupportsIndex]) -> CombinedHash:  # noqa: D102
-        items = tuple([single_key(item) for item in _ordered_items(mm_hashes)])
+        items = tuple([single_key(item) for item in _mm_hashes(mm_hashes)])
         if not items:
             raise ValueError("mm_hashes must hold an item or more, got none")
         return cls._of(items)
@@ -165,7 +165,7 @@ def item_keys(mm_hashes: Iterable[SupportsIndex | None] | None) -> tuple[int, ..
     """
     if mm_hashes is None:
         return None
-    items = _ordered_items(mm_hashes)
+    items = _mm_hashes(mm_hashes)
     for item in items:
         if type(item) is not int:
             break
@@ -208,18 +208,23 @@ def single_key(item: Any) -> int:
     return as_int("an item of mm_hashes", item)
 
 
-def _ordered_items(mm_hashes: Iterable[T]) -> tuple[T, ...]:
-    """Returns the items; refuses text, which isn't a list of keys, and sets, without order."""
-    if isinstance(mm_hashes, (list, tuple)):
-        return tuple(mm_hashes)
-    if not isinstance(mm_hashes, (str, bytes, bytearray, set, frozenset, Mapping)):
+def ordered_items(name: str, items: Iterable[T], expected: str = "a list") -> tuple[T, ...]:
+    """Returns the items; refuses text, which isn't a list of them, and sets, without order.
+
+    Raises:
+        TypeError: ``items`` isn't an ordered iterable; the message calls it ``name``.
+    """
+    if isinstance(items, (list, tuple)):
+        return tuple(items)
+    if not isinstance(items, (str, bytes, bytearray, set, frozenset, Mapping)):
         try:
-            iterator = iter(mm_hashes)
+            iterator = iter(items)
         except TypeError:
             pass
         else:
             return tuple(iterator)
-    raise TypeError(
-        "mm_hashes must be a list of ints or another ordered iterable, "
-        f"got {type(mm_hashes).__name__}"
-    )
+    raise TypeError(f"{name} must be {expected}, got {type(items).__name__}")
+
+
+def _mm_hashes(items: Iterable[T]) -> tuple[T, ...]:
+    return ordered_items("mm_hashes", items, "a list of ints or another ordered iterable")

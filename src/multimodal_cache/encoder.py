@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import inspect
 import threading
 import types
-from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias, TypeVar
 
 import torch
 
 from multimodal_cache._outputs import as_rows, split_output
-from multimodal_cache.base import EmbeddingResult, MultimodalCache, as_int, single_key
+from multimodal_cache.base import (
+    EmbeddingResult,
+    MultimodalCache,
+    as_int,
+    ordered_items,
+    single_key,
+)
 from multimodal_cache.keys import hash_feature
 from multimodal_cache.stats import EncoderStats
 
+T = TypeVar("T")
 EncoderOutput: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 EncodeFunction: TypeAlias = (
     Callable[[list[Any]], EncoderOutput] | Callable[[list[Any]], Awaitable[EncoderOutput]]
@@ -145,7 +153,7 @@ class CachedEncoder:
         """
         if self._is_coroutine_function:
             raise TypeError("encode is a coroutine function: await encode_async(...) instead")
-        items = _as_list("features", features)
+        items = ordered_items("features", features)
         lengths = _lengths(items, num_tokens)
         call = _Call(self, items, self._keys(items, mm_hashes), lengths)
         try:
@@ -187,7 +195,7 @@ class CachedEncoder:
             RuntimeError: The call would have to wait inside ``encode`` of this encoder.
             Exception: As above.
         """
-        items = _as_list("features", features)
+        items = ordered_items("features", features)
         lengths = _lengths(items, num_tokens)
         if mm_hashes is None and items:
             keys = await asyncio.to_thread(self._keys, items, None)
@@ -215,10 +223,10 @@ class CachedEncoder:
             )
 
     def _keys(
-        self, features: list[Any], mm_hashes: Iterable[SupportsIndex | None] | None
+        self, features: Sequence[Any], mm_hashes: Iterable[SupportsIndex | None] | None
     ) -> list[int | None]:
         if mm_hashes is not None:
-            given = _as_list("mm_hashes", mm_hashes, len(features))
+            given = _one_for_each("mm_hashes", mm_hashes, features)
             return [None if item is None else single_key(item) for item in given]
         if self._key is None:
             return [hash_feature(feature, namespace=self._namespace) for feature in features]
@@ -312,7 +320,7 @@ class _Call:
     def __init__(
         self,
         encoder: CachedEncoder,
-        features: list[Any],
+        features: Sequence[Any],
         keys: list[int | None],
         lengths: Sequence[int | None],
     ) -> None:
@@ -360,15 +368,14 @@ class _Call:
             landings = encoder._landings
             missing, hits = self._look_up()
             with encoder._lock:
-                if missing and landings != encoder._landings:
-                    again = True  # what has landed meanwhile may be what is missing
-                else:
-                    again = False
+                # Else what has landed meanwhile may be what is missing.
+                settled = not missing or landings == encoder._landings
+                if settled:
                     self._claim(missing)
                 encoder._calls += not self._counted
                 encoder._hits += hits
                 self._counted = True
-            if not again:
+            if settled:
                 return bool(missing)
 
     def _look_up(self) -> tuple[list[_Want], int]:
@@ -412,37 +419,37 @@ class _Call:
         """Encodes, and lands; returns an error, since not all can be raised in a future."""
         if not self.claimed:
             return None
-        inside = _encoding.set((*_encoding.get(), self._encoder))
         try:
-            self._drop_mismatched()
-            with torch.no_grad():
-                embeddings = self._copy_out(self._encoder._encode(self._claimed_features()))
-            self._store_and_land(embeddings)
-        except BaseException as error:
-            self.land_without(error)
-            if not isinstance(error, Exception):
-                raise
+            with self._inside_encode():
+                with torch.no_grad():
+                    embeddings = self._copy_out(self._encoder._encode(self._claimed_features()))
+                self._store_and_land(embeddings)
+        except Exception as error:  # noqa: BLE001  # raised to the caller, by whoever drives this
             return error
-        finally:
-            _encoding.reset(inside)
         return None
 
     async def encode_claimed_async(self) -> Exception | None:
         """The same for an ``encode`` that is a coroutine function."""
+        try:
+            with self._inside_encode():
+                awaitable: Any = self._encoder._encode(self._claimed_features())
+                self._store_and_land(self._copy_out(await _without_grad(awaitable)))
+        except Exception as error:  # noqa: BLE001  # as above
+            return error
+        return None
+
+    @contextlib.contextmanager
+    def _inside_encode(self) -> Iterator[None]:
+        """Makes room for what is encoded inside; lands without it if that fails."""
         inside = _encoding.set((*_encoding.get(), self._encoder))
         try:
             self._drop_mismatched()
-            output: Any = self._encoder._encode(self._claimed_features())
-            embeddings = self._copy_out(await _without_grad(output))
-            self._store_and_land(embeddings)
+            yield
         except BaseException as error:
             self.land_without(error)
-            if not isinstance(error, Exception):
-                raise
-            return error
+            raise
         finally:
             _encoding.reset(inside)
-        return None
 
     def _claimed_features(self) -> list[Any]:
         return [want.feature for want in self.claimed]
@@ -513,17 +520,13 @@ class _Call:
 # Arguments, and coroutines
 
 
-def _as_list(name: str, value: Iterable[Any], size: int | None = None) -> list[Any]:
-    try:
-        iterator = iter(value)
-    except TypeError:
-        iterator = None
-    if iterator is None or isinstance(value, (str, bytes, bytearray, Mapping, set, frozenset)):
-        raise TypeError(f"{name} must be a list, got {type(value).__name__}")
-    items = list(iterator)
-    if size is not None and len(items) != size:
-        raise ValueError(f"{name} must have one item for each of {size} features, got {len(items)}")
-    return items
+def _one_for_each(name: str, items: Iterable[T], features: Sequence[Any]) -> tuple[T, ...]:
+    found = ordered_items(name, items)
+    if len(found) != len(features):
+        raise ValueError(
+            f"{name} must have one item for each of {len(features)} features, got {len(found)}"
+        )
+    return found
 
 
 def _raise_if(error: Exception | None) -> None:
@@ -535,13 +538,13 @@ def _raise_if(error: Exception | None) -> None:
 
 
 def _lengths(
-    features: list[Any], num_tokens: Iterable[SupportsIndex] | None
+    features: Sequence[Any], num_tokens: Iterable[SupportsIndex] | None
 ) -> Sequence[int | None]:
     if num_tokens is None:
         return [None] * len(features)
     lengths = [
         as_int("an item of num_tokens", item)
-        for item in _as_list("num_tokens", num_tokens, len(features))
+        for item in _one_for_each("num_tokens", num_tokens, features)
     ]
     if any(length < 0 for length in lengths):
         raise ValueError(f"num_tokens must not be negative, got {min(lengths)}")
