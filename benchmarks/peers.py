@@ -5,34 +5,40 @@ None of them is a dependency: a loader returns None where its package is missing
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from importlib import metadata
 from types import ModuleType
 from unittest import mock
 
-REFERENCE = "sglang/srt/mem_cache/multimodal_cache.py"
-
 
 def load_reference() -> ModuleType | None:
-    """Loads SGLang's cache module, unmodified, from the files of the ``sglang`` package.
-
-    SGLang itself is not imported, since that takes a server's worth of packages. The one
-    thing that the module imports from it, a class for annotations, is replaced.
-    """
+    """Loads SGLang's cache module, unmodified, from the files of the ``sglang`` package."""
+    names = ("sglang", "sglang.srt", "sglang.srt.mem_cache")
     try:
-        path = metadata.distribution("sglang").locate_file(REFERENCE)
+        stand_ins = {name: sglang_package(name) for name in names}
     except metadata.PackageNotFoundError:
         return None
+    with mock.patch.dict(sys.modules, stand_ins | sglang_allocator()):
+        return importlib.import_module("sglang.srt.mem_cache.multimodal_cache")
+
+
+def sglang_package(name: str) -> ModuleType:
+    """Returns a package of SGLang's with its folder, to import from, but without its code.
+
+    That would import a server's worth of other packages.
+
+    Raises:
+        metadata.PackageNotFoundError: SGLang isn't installed.
+    """
+    package = ModuleType(name)
+    folder = metadata.distribution("sglang").locate_file(name.replace(".", "/"))
+    package.__path__ = [str(folder)]
+    return package
+
+
+def sglang_allocator() -> dict[str, ModuleType]:
+    """Returns what stands in for the module that SGLang's cache imports, for annotations."""
     allocator = ModuleType("sglang.srt.mem_cache.allocator")
     allocator.BaseTokenToKVPoolAllocator = object  # type: ignore[attr-defined]
-    name = "sglang.srt.mem_cache.multimodal_cache"
-    spec = importlib.util.spec_from_file_location(name, str(path))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    parents = ("sglang", "sglang.srt", "sglang.srt.mem_cache")
-    stand_ins = {parent: ModuleType(parent) for parent in parents}
-    with mock.patch.dict(sys.modules, {**stand_ins, allocator.__name__: allocator, name: module}):
-        spec.loader.exec_module(module)
-    return module
+    return {allocator.__name__: allocator}

@@ -1,0 +1,1 @@
+"""The cache inside inference servers. Nothing here is imported until a server asks for it."""
