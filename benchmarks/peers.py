@@ -9,6 +9,7 @@ import importlib
 import sys
 from importlib import metadata
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 
@@ -19,26 +20,26 @@ def load_reference() -> ModuleType | None:
         stand_ins = {name: sglang_package(name) for name in names}
     except metadata.PackageNotFoundError:
         return None
-    with mock.patch.dict(sys.modules, stand_ins | sglang_allocator()):
+    allocator = "sglang.srt.mem_cache.allocator"
+    stand_ins[allocator] = module(allocator, BaseTokenToKVPoolAllocator=object)
+    with mock.patch.dict(sys.modules, stand_ins):
         return importlib.import_module("sglang.srt.mem_cache.multimodal_cache")
 
 
 def sglang_package(name: str) -> ModuleType:
-    """Returns a package of SGLang's with its folder, to import from, but without its code.
+    """Returns what stands in for a package of SGLang's, and lets its modules be imported.
 
-    That would import a server's worth of other packages.
+    The package's own code isn't run: it imports a server's worth of other packages.
 
     Raises:
         metadata.PackageNotFoundError: SGLang isn't installed.
     """
-    package = ModuleType(name)
     folder = metadata.distribution("sglang").locate_file(name.replace(".", "/"))
-    package.__path__ = [str(folder)]
-    return package
+    return module(name, __path__=[str(folder)])
 
 
-def sglang_allocator() -> dict[str, ModuleType]:
-    """Returns what stands in for the module that SGLang's cache imports, for annotations."""
-    allocator = ModuleType("sglang.srt.mem_cache.allocator")
-    allocator.BaseTokenToKVPoolAllocator = object  # type: ignore[attr-defined]
-    return {allocator.__name__: allocator}
+def module(name: str, **attributes: Any) -> ModuleType:
+    """Makes a module by hand."""
+    made = ModuleType(name)
+    vars(made).update(attributes)
+    return made

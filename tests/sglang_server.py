@@ -17,14 +17,14 @@ FIRST_PLACEHOLDER = 10_000
 
 
 def embedding_of(number: int, rows: int, device: str | torch.device = "cpu") -> torch.Tensor:
-    """What the encoder makes of a medium: no two of its rows are equal, nor of two media."""
+    """What the encoder makes of a medium: no two rows are equal, of one medium or of two."""
     first = 100.0 * number
     return torch.arange(first, first + rows, device=device)[:, None].repeat(1, HIDDEN)
 
 
 @dataclass(frozen=True)
 class Medium:
-    """An image, or what else an encoder turns into rows."""
+    """An image, or anything else that an encoder turns into rows."""
 
     number: int
     spans: tuple[int, ...]  # the lengths of its runs of placeholders
@@ -73,7 +73,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What of a request is prefilled at once."""
+    """The part of a request that is prefilled at once."""
 
     request: Request
     prefix_length: int
@@ -94,7 +94,7 @@ class Chunk:
 
 
 def waves(requests: list[Request], length: int) -> list[list[Chunk]]:
-    """All the requests at once, chunk by chunk."""
+    """Batches: the first chunk of each request, then the second, and so on."""
     columns = itertools.zip_longest(*(request.chunks(length) for request in requests))
     return [[chunk for chunk in column if chunk is not None] for column in columns]
 
@@ -121,8 +121,8 @@ class Server:
     ) -> None:
         self.calls: list[list[int]] = []
         self.output = output
-        self.globals = {"MultiModalStaticCache": cls, "_is_hip": per_request}
-        with mock.patch.multiple(mm_schedule, embedding_cache=None, **self.globals):
+        self.patches = {"MultiModalStaticCache": cls, "_is_hip": per_request}
+        with mock.patch.multiple(mm_schedule, embedding_cache=None, **self.patches):
             mm_schedule.init_mm_embedding_cache(max_size)
             self.cache: Any = mm_schedule.embedding_cache
         assert type(self.cache) is cls
@@ -151,7 +151,7 @@ class Server:
         spans = [
             [span for item in chunk.request.items for span in item.offsets] for chunk in chunks
         ]
-        with mock.patch.multiple(mm_schedule, embedding_cache=self.cache, **self.globals):
+        with mock.patch.multiple(mm_schedule, embedding_cache=self.cache, **self.patches):
             return mm_schedule.get_embedding_and_mask(
                 self.encode,
                 items,

@@ -11,7 +11,7 @@ import importlib
 import itertools
 import logging
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import peers
@@ -70,13 +70,11 @@ def maybe_assert_sum(mask: torch.Tensor, expected: int, message: str) -> None:
 
 
 def stand_in(name: str, **attributes: Any) -> None:
-    module = ModuleType(name)
-    vars(module).update(attributes)
-    sys.modules[name] = module
+    sys.modules[name] = peers.module(name, **attributes)
 
 
 sys.modules.update((name, peers.sglang_package(name)) for name in PACKAGES)
-sys.modules.update(peers.sglang_allocator())
+stand_in("sglang.srt.mem_cache.allocator", BaseTokenToKVPoolAllocator=object)
 stand_in("sglang.utils", logger=logging.getLogger("sglang"))
 stand_in("sglang.srt.utils", **dict.fromkeys(["is_hip", "is_npu", "is_xpu"], lambda: False))
 stand_in("sglang.srt.utils.async_probe", maybe_assert_sum=maybe_assert_sum)
@@ -91,7 +89,7 @@ stand_in(
 )
 stand_in("transformers", PretrainedConfig=object)
 
-# What isn't stood in for: SGLang's own code.
+# SGLang's own code, on these stand-ins.
 multimodal_cache = importlib.import_module("sglang.srt.mem_cache.multimodal_cache")
 EVSEmbeddingResult = importlib.import_module(
     "sglang.srt.multimodal.evs.evs_module"

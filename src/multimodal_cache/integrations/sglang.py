@@ -1,8 +1,8 @@
 """The plugin that puts this cache into an SGLang server, without a change to SGLang.
 
-At the start of each of its processes, SGLang calls the entry points of the group
-``sglang.srt.plugins`` (all of them, or those that ``SGLANG_PLUGINS`` names). Then it replaces the
-classes that they have registered, wherever these have been imported.
+When a server and its schedulers start, SGLang calls the entry points of the group
+``sglang.srt.plugins``: all of them, or those that ``SGLANG_PLUGINS`` names. They register
+replacements, which SGLang then puts in wherever the originals have been imported.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 _TARGET = "sglang.srt.mem_cache.multimodal_cache.MultiModalStaticCache"
 
-# What SGLang's class offers. Ours stands in for this: as much, and no more, is known to be used.
-_OFFERED = {
+# The methods of SGLang's class that ours stands in for, and how they are called.
+_KNOWN = {
     "__init__": "(self, max_size)",
     "__len__": "(self)",
     "available_size": "(self)",
@@ -33,12 +33,12 @@ _OFFERED = {
 
 
 def register() -> None:
-    """Registers our ``MultiModalStaticCache`` in place of SGLang's. For SGLang to call.
+    """Registers our ``MultiModalStaticCache`` in place of SGLang's. SGLang calls this.
 
-    SGLang's ``EmbeddingResult`` and its subclasses stay SGLang's own.
+    SGLang's ``EmbeddingResult`` and its subclasses stay SGLang's own, and ours takes them.
 
-    Logs one line: that the class is replaced (INFO); or why it isn't (WARNING), because it was
-    not found, or its methods or their parameters are no longer those that ours stands in for.
+    Logs one line: what is replaced (INFO); or why SGLang's class stays in place (WARNING): it is
+    not found, or its public methods or their parameters aren't those that ours stands in for.
     """
     try:
         from sglang.srt.mem_cache.multimodal_cache import MultiModalStaticCache as SGLangCache
@@ -46,29 +46,26 @@ def register() -> None:
     except ImportError as error:
         logger.warning("%s stays in place: %s", _TARGET, error)
         return
-    if SGLangCache is MultiModalStaticCache:
-        logger.info("%s has been replaced already", _TARGET)
-        return
     if changes := _changes(SGLangCache):
         logger.warning("%s stays in place, since it has changed: %s", _TARGET, "; ".join(changes))
         return
     HookRegistry.register(_TARGET, MultiModalStaticCache, HookType.REPLACE)
-    logger.info("%s is replaced by multimodal_cache.MultiModalStaticCache", _TARGET)
+    logger.info("replacing %s with multimodal_cache.MultiModalStaticCache", _TARGET)
 
 
 def _changes(cls: Any) -> list[str]:
-    """Says in what a class offers something else than ``_OFFERED``."""
-    names = {name for name in dir(cls) if name in _OFFERED or not name.startswith("_")}
-    offered = {name: _description(getattr(cls, name)) for name in names}
+    """Says in what the public methods of a class differ from ``_KNOWN``."""
+    names = {name for name in dir(cls) if name in _KNOWN or not name.startswith("_")}
+    found = {name: _call_form(getattr(cls, name)) for name in names}
     return [
-        f"{name} is {offered.get(name, 'missing')}, not {_OFFERED.get(name, 'known')}"
-        for name in sorted(names | _OFFERED.keys())
-        if offered.get(name) != _OFFERED.get(name)
+        f"{name}: expected {_KNOWN.get(name, 'nothing')}, found {found.get(name, 'nothing')}"
+        for name in sorted(names | _KNOWN.keys())
+        if found.get(name) != _KNOWN.get(name)
     ]
 
 
-def _description(attribute: Any) -> str:
-    """Returns how a method is called, without types; or what it is, if it isn't a method."""
+def _call_form(attribute: Any) -> str:
+    """Returns the parameters of a method, without types; or what it is, if it isn't a method."""
     if not inspect.isfunction(attribute):
         return f"a {type(attribute).__name__}"
     signature = inspect.signature(attribute)
