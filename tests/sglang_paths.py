@@ -194,7 +194,7 @@ keys = st.sampled_from(KEYS)
 operations = st.one_of(
     st.tuples(st.just("set"), keys, st.integers(0, 6)),
     st.tuples(st.just("set"), st.lists(keys, max_size=2), st.integers(0, 6)),
-    st.tuples(st.just("get_single"), keys),
+    st.tuples(st.just("get_single"), keys | st.lists(keys, min_size=1, max_size=2)),
     st.tuples(st.just("get"), st.lists(keys, max_size=2)),
     st.tuples(st.just("free"), keys | st.lists(keys, min_size=1, max_size=2)),
     st.tuples(st.just("clear")),
@@ -210,7 +210,7 @@ def operate(cache: Any, value: float, name: str, key: Any = None, rows: int = 0)
         if key is None:
             return None
     if name == "set":
-        embedding = torch.full((rows, 4), value)
+        embedding = torch.full((rows, 4), value / 3)
         return cache.set(key, multimodal_cache.EmbeddingResult(embedding=embedding))
     answer = cache.free(key, None) if name == "free" else getattr(cache, name)(key)
     return answer if answer is None or isinstance(answer, bool) else answer.embedding.tolist()

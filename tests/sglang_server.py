@@ -18,8 +18,8 @@ FIRST_PLACEHOLDER = 10_000
 
 def embedding_of(number: int, rows: int, device: str | torch.device = "cpu") -> torch.Tensor:
     """What the encoder makes of a medium: no two rows are equal, of one medium or of two."""
-    first = 100.0 * number
-    return torch.arange(first, first + rows, device=device)[:, None].repeat(1, HIDDEN)
+    column = 100 * number + torch.arange(rows, device=device) / 3
+    return column[:, None].repeat(1, HIDDEN)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,9 @@ def test_sglang_s_own_code_runs_on_it() -> None:
 class Known:
     """A class with what SGLang's offers."""
 
-    def __init__(self, max_size: int) -> None: ...
+    def __init__(self, max_size: int) -> None:
+        self.max_size, self.current_size, self.mm_cache = max_size, 0, {}
+
     def __len__(self) -> int: ...
     def available_size(self) -> int: ...
     def clear(self) -> None: ...
@@ -58,7 +60,9 @@ class Known:
 class Retyped(Known):
     """What makes no difference to callers."""
 
-    _entries: dict[int, Any]
+    def __init__(self, max_size: int) -> None:
+        super().__init__(max_size)
+        self._pinned = 0
 
     def set(self, mm_hash, embedding, loc=None):  # type: ignore[no-untyped-def]
         """Has no types."""
@@ -99,6 +103,12 @@ class WithUsage(Known):
     def usage(self) -> float: ...
 
 
+class WithHitCount(Known):
+    def __init__(self, max_size: int) -> None:
+        super().__init__(max_size)
+        self.hit_count = 0
+
+
 WithoutGetSingle = type(
     "WithoutGetSingle", (), {k: v for k, v in vars(Known).items() if k != "get_single"}
 )
@@ -116,6 +126,8 @@ CHANGES = {
     WithOwnHashes: "combine_hashes: expected (mm_hashes), found (self, mm_hashes)",
     WithPin: "pin: expected nothing, found (self, mm_hash)",
     WithUsage: "usage: expected nothing, found a property",
+    WithHitCount: "attributes: expected ['current_size', 'max_size', 'mm_cache'], "
+    "found ['current_size', 'hit_count', 'max_size', 'mm_cache']",
     WithoutGetSingle: "get_single: expected (self, mm_hash), found nothing",
 }
 

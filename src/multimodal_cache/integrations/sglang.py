@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 _TARGET = "sglang.srt.mem_cache.multimodal_cache.MultiModalStaticCache"
 
-# The methods of SGLang's class that ours stands in for, and how they are called.
-_KNOWN = {
+# What ours stands in for: the methods of SGLang's class, how they are called, and its attributes.
+_METHODS = {
     "__init__": "(self, max_size)",
     "__len__": "(self)",
     "available_size": "(self)",
@@ -30,6 +30,7 @@ _KNOWN = {
     "has": "(self, mm_hash)",
     "set": "(self, mm_hash, embedding, loc=None)",
 }
+_ATTRIBUTES = {"current_size", "max_size", "mm_cache"}
 
 
 def register() -> None:
@@ -54,14 +55,19 @@ def register() -> None:
 
 
 def _changes(cls: Any) -> list[str]:
-    """Says in what the public methods of a class differ from ``_KNOWN``."""
-    names = {name for name in dir(cls) if name in _KNOWN or not name.startswith("_")}
+    """Says in what a class differs from ``_METHODS`` and ``_ATTRIBUTES``, as far as is public."""
+    names = {name for name in dir(cls) if name in _METHODS or not name.startswith("_")}
     found = {name: _call_form(getattr(cls, name)) for name in names}
-    return [
-        f"{name}: expected {_KNOWN.get(name, 'nothing')}, found {found.get(name, 'nothing')}"
-        for name in sorted(names | _KNOWN.keys())
-        if found.get(name) != _KNOWN.get(name)
+    changes = [
+        f"{name}: expected {_METHODS.get(name, 'nothing')}, found {found.get(name, 'nothing')}"
+        for name in sorted(names | _METHODS.keys())
+        if found.get(name) != _METHODS.get(name)
     ]
+    if not changes:
+        attributes = {name for name in vars(cls(0)) if not name.startswith("_")}
+        if attributes != _ATTRIBUTES:
+            changes = [f"attributes: expected {sorted(_ATTRIBUTES)}, found {sorted(attributes)}"]
+    return changes
 
 
 def _call_form(attribute: Any) -> str:
