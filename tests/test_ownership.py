@@ -294,6 +294,14 @@ class Private:
         return self.__hidden
 
 
+@dataclass
+class WithSlot:
+    """One attribute in ``__dict__``, another in a slot."""
+
+    __slots__ = ("__dict__", "mask")
+    embedding: torch.Tensor
+
+
 Pair = namedtuple("Pair", "first second")
 
 
@@ -314,6 +322,15 @@ def test_all_tensors_of_a_subclass_are_charged() -> None:
     assert cache.current_size == 4 * (10 + 5 + 6 + 1 + 2 + 3) == recount(cache)
     cache.resize(107)
     assert len(cache) == 0
+
+
+def test_a_tensor_in_a_slot_beside_the_attributes_is_charged() -> None:
+    value = WithSlot(torch.zeros(10))
+    value.mask = torch.zeros(5)
+    cache = MultiModalStaticCache(100)
+    assert cache.set(1, value)  # type: ignore[arg-type]
+    assert cache.get_single(1) is value
+    assert cache.current_size == 60
 
 
 def test_parts_are_owned_wherever_they_are_and_the_rest_stays() -> None:

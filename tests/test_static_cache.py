@@ -419,8 +419,12 @@ def test_it_can_be_neither_pickled_nor_copied(duplicate: Any) -> None:
 
 
 def negative_charges(cache: Any) -> dict[str, Any]:
-    charges = zip(cache._entries.items(), (-1, 0), strict=True)
-    return {"_entries": {key: (value, n, items) for (key, (value, _, items)), n in charges}}
+    charges = zip(cache._entries.values(), (-1, 0), strict=True)
+    entries = [(value, key, nbytes, items) for (value, key, _, items), nbytes in charges]
+    return {
+        "_entries": {key: entry for entry in entries if (key := entry[1])},
+        "_combined": {items: entry for entry in entries if (items := entry[3])},
+    }
 
 
 def test_check_says_which_promise_is_broken() -> None:
@@ -445,9 +449,14 @@ def test_check_says_which_promise_is_broken() -> None:
     assert "2: what is held" in spoil(lambda c: c.mm_cache.update({7: result(10)}))
     assert "2: what is held" in spoil(lambda c: c.mm_cache.update({1: result(10)}))
     hashes = {(n,): hash((n,)) for n in range(100)}
+
+    def put(items: tuple[int, ...], cache: Any) -> None:
+        cache._entries[1] = cache._combined[items] = (cache.mm_cache[1], 1, 40, items)
+
     for items in (min(hashes, key=hashes.__getitem__), max(hashes, key=hashes.__getitem__)):
-        entry = partial(lambda items, c: c._entries.update({1: (c.mm_cache[1], 40, items)}), items)
-        assert "2: items" in spoil(entry)
+        assert "2: items" in spoil(partial(put, items))
+    assert "2: items" in spoil(lambda c: c._combined.clear())
+    assert "2: items" in spoil(lambda c: c._combined.update({(5, 6): c._entries[1]}))
 
     class TwoOrders(OrderedDict[int, EmbeddingResult]):
         def __reversed__(self) -> Any:

@@ -10,7 +10,12 @@ from typing import NoReturn, SupportsIndex
 
 import torch
 
-from multimodal_cache._ownership import Replacements, plan_ownership, replace_tensors
+from multimodal_cache._ownership import (
+    Replacements,
+    bytes_as_it_is,
+    plan_ownership,
+    replace_tensors,
+)
 from multimodal_cache.base import (
     CombinedHash,
     EmbeddingResult,
@@ -24,7 +29,8 @@ from multimodal_cache.stats import CacheStats
 logger = logging.getLogger(__name__)
 
 _Items = tuple[int, ...] | None  # what a key says that it stands for; a plain int says nothing
-_Entry = tuple[EmbeddingResult, int, _Items]  # the result, the bytes it is charged, its items
+# The result, its key, the bytes that it is charged, its items.
+_Entry = tuple[EmbeddingResult, int, int, _Items]
 
 
 def _get_tensor_size(tensor: torch.Tensor) -> int:
@@ -113,7 +119,8 @@ class MultiModalStaticCache(MultimodalCache):
         if on_evict is not None and not callable(on_evict):
             raise TypeError(f"on_evict must be callable, got {type(on_evict).__name__}")
         self.mm_cache: OrderedDict[int, EmbeddingResult] = OrderedDict()
-        self._entries: dict[int, _Entry] = {}  # the results too, so that get looks up once
+        self._entries: dict[int, _Entry] = {}
+        self._combined: dict[tuple[int, ...], _Entry] = {}  # those whose items are known, by these
         self._current_size = 0
         self._max_size = _as_size(max_size)
         self._copy = copy
@@ -173,25 +180,17 @@ class MultiModalStaticCache(MultimodalCache):
             if type(item) is not int:
                 items = item_keys(items)
                 break
-        if not items:
-            with self._lock:
-                self._misses += 1
-            return None
-        key = hash(items)
         lock = self._lock
         try:
             lock.acquire()
-            entry = self._entries.get(key)
+            entry = self._combined.get(items)  # type: ignore[arg-type]  # None is in no dict of tuples
             if entry is None:
-                self._misses += 1
-                return None
-            result, _, known = entry
-            if known != items and known is not None:
-                self._misses += 1
-                self._collisions += 1
-                return None
+                entry = self._entry_of_trusted_key(items)
+                if entry is None:
+                    self._misses += 1
+                    return None
             self._hits += 1
-            self.mm_cache.move_to_end(key)
+            self.mm_cache.move_to_end(entry[1])
         except KeyError:
             pass  # a finalizer has freed the entry since: the garbage collector runs anywhere
         finally:
@@ -199,7 +198,7 @@ class MultiModalStaticCache(MultimodalCache):
                 lock.release()
             except RuntimeError:
                 pass
-        return result
+        return entry[0]  # type: ignore[index]  # where there is a KeyError, there is an entry
 
     def get_single(self, mm_hash: SupportsIndex | None) -> EmbeddingResult | None:
         """Looks up one key and makes its entry most recent.
@@ -218,12 +217,15 @@ class MultiModalStaticCache(MultimodalCache):
         lock = self._lock
         try:
             lock.acquire()
-            result = self.mm_cache.get(mm_hash)
-            if result is None:
+            try:
+                entry = self._entries[mm_hash]
+            except (
+                KeyError
+            ):  # slower than to ask first, but only for misses, which pay for an encode
                 self._misses += 1
-            else:
-                self._hits += 1
-                self.mm_cache.move_to_end(mm_hash)
+                return None
+            self._hits += 1
+            self.mm_cache.move_to_end(mm_hash)
         except KeyError:
             pass
         finally:
@@ -231,7 +233,7 @@ class MultiModalStaticCache(MultimodalCache):
                 lock.release()
             except RuntimeError:
                 pass
-        return result
+        return entry[0]
 
     def set(
         self,
@@ -275,8 +277,15 @@ class MultiModalStaticCache(MultimodalCache):
             RuntimeError: Torch could not copy a tensor, for another reason than memory.
                 Entries may have been evicted; the cache is consistent.
         """
-        key, items = split_key(mm_hash)
-        nbytes, replacements = plan_ownership(embedding, copy_all=self._copy)
+        key: int | None
+        if type(mm_hash) is int:
+            key, items = mm_hash, None
+        else:
+            key, items = split_key(mm_hash)
+        nbytes = None if self._copy else bytes_as_it_is(embedding)
+        replacements: Replacements = {}
+        if nbytes is None:
+            nbytes, replacements = plan_ownership(embedding, copy_all=self._copy)
         if generation is not None:
             generation = as_int("generation", generation)
         if key is None:
@@ -333,11 +342,13 @@ class MultiModalStaticCache(MultimodalCache):
         is refused from now on.
         """
         no_entries: dict[int, _Entry] = {}
+        none_combined: dict[tuple[int, ...], _Entry] = {}
         with self._lock:
             dropped = list(self.mm_cache.values())
             self._generation += 1
             self._current_size = 0
             self._entries = no_entries
+            self._combined = none_combined
             self.mm_cache.clear()
         del dropped  # after the lock is released, since it can run finalizers
 
@@ -391,7 +402,8 @@ class MultiModalStaticCache(MultimodalCache):
         """
         with self._lock:
             entries = self._entries
-            charged = [nbytes for _, nbytes, _ in entries.values()]
+            charged = [nbytes for _, _, nbytes, _ in entries.values()]
+            combined = {items: entry for entry in entries.values() if (items := entry[3])}
             order = list(self.mm_cache)
             promises = {
                 "1: current_size is the sum of what the entries are charged": (
@@ -399,10 +411,10 @@ class MultiModalStaticCache(MultimodalCache):
                 ),
                 "1: current_size is from 0 to max_size": 0 <= self._current_size <= self._max_size,
                 "2: what is held is what is charged": self.mm_cache.keys() == entries.keys()
-                and all(self.mm_cache[key] is result for key, (result, _, _) in entries.items()),
-                "2: items stand under their hash": all(
-                    items is None or hash(items) == key for key, (_, _, items) in entries.items()
-                ),
+                and all(self.mm_cache[key] is entry[0] for key, entry in entries.items())
+                and all(key == entry[1] for key, entry in entries.items()),
+                "2: items stand under their hash": self._combined == combined
+                and all(hash(items) == entry[1] for items, entry in combined.items()),
                 "3: mm_cache has one order": order == list(reversed(self.mm_cache))[::-1],
             }
             broken = [promise for promise, kept in promises.items() if not kept]
@@ -437,10 +449,10 @@ class MultiModalStaticCache(MultimodalCache):
         insertion.
         """
         lock = self._lock
+        entry = (result, key, nbytes, items)
         try:
             lock.acquire()
             while True:
-                entry = (result, nbytes, items)
                 collides = items is not None and self._collides(key, items)
                 if generation is not None and generation != self._generation:
                     return False
@@ -457,10 +469,13 @@ class MultiModalStaticCache(MultimodalCache):
                     self._evict_oldest(evicted)
                 elif replacements:
                     result = self._own(result, replacements)
+                    entry = (result, key, nbytes, items)
                     replacements = {}
                 else:
                     self.mm_cache[key] = result
                     self._entries[key] = entry
+                    if items is not None:
+                        self._combined[items] = entry
                     self._current_size += nbytes
                     self._insertions += 1
                     return True
@@ -486,8 +501,16 @@ class MultiModalStaticCache(MultimodalCache):
     def _collides(self, key: int, items: _Items) -> bool:
         """Whether the entry under this key is known to stand for other items."""
         entry = self._entries.get(key)
-        known = entry[2] if entry is not None else None
+        known = entry[3] if entry is not None else None
         return known != items and known is not None and items is not None
+
+    def _entry_of_trusted_key(self, items: _Items) -> _Entry | None:
+        """Returns the entry of a plain int that is the hash of these items, if there is one."""
+        entry = self._entries.get(hash(items)) if items else None
+        if entry is not None and entry[3] is not None:
+            self._collisions += 1
+            return None
+        return entry
 
     def _remove(self, key: int) -> _Entry | None:
         """Takes an entry out of the books and returns it.
@@ -500,7 +523,9 @@ class MultiModalStaticCache(MultimodalCache):
         entry = self._entries[key]
         del self._entries[key]
         del self.mm_cache[key]
-        self._current_size -= entry[1]
+        if entry[3] is not None:
+            del self._combined[entry[3]]
+        self._current_size -= entry[2]
         return entry
 
     def _evict_oldest(self, evicted: list[tuple[int, EmbeddingResult]]) -> None:
@@ -514,7 +539,7 @@ class MultiModalStaticCache(MultimodalCache):
         entry = self._remove(key)
         if entry is None:
             return  # a finalizer was faster
-        result, nbytes, items = entry
+        result, _, nbytes, items = entry
         self._evictions += 1
         self._evicted_bytes += nbytes
         if self._on_evict is not None:
