@@ -6,7 +6,7 @@ Run it from the root of the repository, on an otherwise idle machine::
     python benchmarks/keys.py
 
 The defaults take about a minute. The report is Markdown, on standard output, and with
-``--output`` also in a file.
+``--output`` also in a file; ``--plot PATH`` draws its first table.
 
 How to read it: a cell such as ``6.31 (6.28-6.35)`` is GB/s (of 10**9 bytes) or microseconds, the
 median of the rounds and their quartiles. In a round each function hashes inputs of 24 MB in all,
@@ -33,13 +33,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from blake3 import blake3
 from PIL import Image
-from reporting import QUARTILES, Parser, conditions, ratio, run, spread, table
+from reporting import QUARTILES, Parser, conditions, plot, ratio, run, spread, table
 
 from multimodal_cache import hash_feature, keys
 
@@ -109,8 +110,8 @@ def features(size: int, rng: random.Random) -> dict[str, Any]:
     }
 
 
-def compare(size: int, rounds: int, rng: random.Random) -> Iterator[tuple[str, ...]]:
-    """Yields the rows for one size."""
+def measure_size(size: int, rounds: int, rng: random.Random) -> Samples:
+    """Times all ways to hash inputs of one size."""
     batches = [features(size, rng) for _ in range(max(1, BATCH_BYTES // size))]
     inputs = {name: [batch[name] for batch in batches] for name in batches[0]}
     data = inputs["bytes"]
@@ -121,12 +122,27 @@ def compare(size: int, rounds: int, rng: random.Random) -> Iterator[tuple[str, .
         "BLAKE3, all threads": (blake3_on_all_threads, data),
         "SHA-256": (sha256, data),
     }
-    samples = measure(subjects, rounds, rng)
+    return measure(subjects, rounds, rng)
+
+
+def rows(size: int, samples: Samples) -> Iterator[tuple[str, ...]]:
+    """Yields the rows for one size."""
     *_, one, all_, sha = samples.values()
     better = min(one, all_, key=statistics.median)
     for name, seconds in samples.items():
         relative = ratio(better, seconds), ratio(sha, seconds)
         yield f"{size / 1e6:g} MB", name, speed(size, seconds), *relative
+
+
+def draw(by_size: dict[int, Samples], path: Path) -> None:
+    """Draws the speeds over the size."""
+    with plot(path) as axes:
+        for name in next(iter(by_size.values())):
+            speeds = [size / statistics.median(each[name]) / 1e9 for size, each in by_size.items()]
+            style = "o-" if name.startswith("`") else "k--"
+            axes.plot([size / 1e6 for size in by_size], speeds, style, label=name.replace("`", ""))
+        axes.set(xlabel="size of the input, MB", ylabel="GB/s")
+        axes.set_xscale("log")
 
 
 def compare_small(rounds: int, calls: int, rng: random.Random) -> Iterator[tuple[str, ...]]:
@@ -171,7 +187,10 @@ def report(options: argparse.Namespace) -> Iterator[str]:
         "Times SHA-256",
     )
     sizes = [int(each * 10**6) for each in MEGABYTES if each <= options.max_megabytes]
-    yield table(header, [row for size in sizes for row in compare(size, options.rounds, rng)])
+    by_size = {size: measure_size(size, options.rounds, rng) for size in sizes}
+    yield table(header, [row for size in sizes for row in rows(size, by_size[size])])
+    if options.plot:
+        draw(by_size, options.plot)
     yield (
         f"Microseconds for small inputs, {options.rounds} rounds of {options.calls:,} calls, "
         f"{QUARTILES}:"
@@ -189,6 +208,7 @@ def main() -> None:
     parser.add_number("--rounds", 31, 2, "rounds behind each cell")
     parser.add_number("--calls", 2_000, 1, "calls with each small input in one round")
     parser.add_number("--max-megabytes", 64, 1, "the size of the largest input")
+    parser.add_plot("draw the first table here")
     run(parser, report)
 
 

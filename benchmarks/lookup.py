@@ -1,28 +1,32 @@
-"""What one call of the cache costs, beside other caches and as the cache grows.
+"""What one call of the cache costs, beside other caches, under threads, and as the cache grows.
 
 Run it from the root of the repository, on an otherwise idle machine::
 
     pip install -e '.[bench]'
-    pip install --no-deps sglang==0.5.23
+    pip install --no-deps sglang==0.5.23 ai-dynamo==1.6.1
     python benchmarks/lookup.py
 
-Both peers are optional: the rows of one that isn't installed are left out, and a line says so.
-The defaults take about half a minute. The report is Markdown, on standard output, and with
-``--output`` also in a file.
+The peers are optional: one that isn't installed is left out, and a line says so. The defaults take
+about two minutes. The report is Markdown, on standard output, and with ``--output`` also in a file.
 
-How to read it: a cell such as ``237 (231-245)`` is nanoseconds per call, the median of the
-rounds and their quartiles. In a round each cache makes ``--calls`` calls in a row, in an order
-of caches that is drawn anew, so that a machine that slows down slows all of them. Where the
-quartiles are far apart the machine was busy: run it again. "Times the reference" is the median
-over the rounds of the time divided by the reference's in the same round, so it suffers less
-from drift than the times do. All times include the loop that makes the calls, of a few ns a
-call, and for ``set`` the drop of the evicted entry.
+How to read it: a cell such as ``237 (231-245)`` is nanoseconds per call, the median of the rounds
+and their quartiles. In a round each cache makes ``--calls`` calls in a row, in an order of caches
+that is drawn anew, so that a machine that slows down slows all of them. Where the quartiles are far
+apart the machine was busy: run it again. "p99" is the 99th percentile of a tenth as many calls that
+are timed one by one, clock included (some 50 ns), the median over the rounds. "Times the reference"
+is the median over the rounds of the time divided by the reference's in the same round, so it
+suffers less from drift than the times do. All times include the loop that makes the calls, of a few
+ns a call, and for ``set`` the drop of the result that leaves the cache or doesn't get in.
 
-The keys are 64-bit ints, visited in shuffled order, over the whole cache up to 1,000 entries
-and over 1,000 of them in a larger one: how long it takes to fetch memory that the CPU has not
-seen for a while is a property of the access pattern and the machine. Those looked up equal the
-stored ones but are other objects, as in a server. The garbage collector runs before each
-timed region and is off inside it.
+Several threads look keys up in one cache, ``--calls`` each; the time of a call is that from the
+first call to the last, divided by the number of all. SGLang's and Dynamo's caches have no lock:
+they aren't correct under threads, and stand there for scale.
+
+The keys are 64-bit ints (for Dynamo's, 64 hexadecimal digits), visited in shuffled order, over the
+whole cache up to 1,000 entries and over 1,000 of them in a larger one: how long it takes to fetch
+memory that the CPU has not seen for a while is a property of the access pattern and the machine.
+Those looked up equal the stored ones but are other objects, as in a server. The garbage collector
+runs before each timed region and is off inside it.
 """
 
 from __future__ import annotations
@@ -30,91 +34,65 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import importlib.util
 import itertools
 import random
+import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from peers import load_reference
+from peers import OURS, REFERENCE, Implementation, installed, left_out
 from reporting import QUARTILES, Parser, conditions, ratio, run, spread, table
-
-from multimodal_cache import EmbeddingResult, MultiModalStaticCache
 
 FLOATS = 10
 RESULT_BYTES = FLOATS * torch.float32.itemsize
 VISITED = 1_000
 SIZES = (10, 100, 1_000, 10_000, 100_000)
-OURS = "multimodal-cache"
-REFERENCE = "SGLang's, no lock"
-CACHETOOLS = "cachetools + RLock"
-INSTALL = {
-    REFERENCE: "pip install --no-deps sglang==0.5.23",
-    CACHETOOLS: "pip install cachetools",
-}
+THREADS = (4, 8)
 
 
-class Cache(Protocol):
-    """What the operations need of a cache."""
+@dataclass
+class Calls:
+    """Calls that are ready to be made: of ``function(key)``, or ``function(key, result)``."""
 
-    @staticmethod
-    def combine_hashes(mm_hashes: list[int]) -> int | None: ...  # noqa: D102
-    def get(self, mm_hashes: list[int]) -> object: ...  # noqa: D102
-    def get_single(self, mm_hash: int) -> object: ...  # noqa: D102
-    def set(self, mm_hash: int, embedding: Any) -> bool: ...  # noqa: D102
-    def __len__(self) -> int: ...
+    function: Callable[..., object]
+    keys: Sequence[Any]
+    results: list[Any] | None = None
 
+    def all(self) -> tuple[float, float]:
+        """Makes the calls and returns when they began and ended; gives the results away."""
+        function = self.function
+        if self.results is None:
+            start = time.perf_counter()
+            for key in self.keys:
+                function(key)
+            return start, time.perf_counter()
+        take = self.results.pop
+        start = time.perf_counter()
+        for key in self.keys:
+            function(key, take())
+        return start, time.perf_counter()
 
-class LockedLRUCache:
-    """The cache that one would write by hand around ``cachetools.LRUCache``."""
-
-    def __init__(self, max_size: int) -> None:
-        from cachetools import LRUCache
-
-        self._cache: Any = LRUCache(max_size, getsizeof=lambda result: result.embedding.nbytes)
-        self._lock = threading.RLock()
-
-    @staticmethod
-    def combine_hashes(mm_hashes: list[int]) -> int:
-        """Returns the key of a list of items."""
-        return hash(tuple(mm_hashes))
-
-    def get(self, mm_hashes: list[int]) -> object:
-        """Looks a list of items up."""
-        with self._lock:
-            return self._cache.get(hash(tuple(mm_hashes)))
-
-    def get_single(self, mm_hash: int) -> object:
-        """Looks one key up."""
-        with self._lock:
-            return self._cache.get(mm_hash)
-
-    def set(self, mm_hash: int, embedding: EmbeddingResult) -> bool:
-        """Stores a result."""
-        with self._lock:
-            self._cache[mm_hash] = embedding
-        return True
-
-    def __len__(self) -> int:
-        return len(self._cache)
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """A cache class, made from a budget in bytes, and the class of the results it takes."""
-
-    name: str
-    package: str
-    cache_class: Callable[[int], Cache]
-    result_class: Callable[..., Any]
-
-    def new_result(self) -> Any:
-        """Returns a small result that owns its memory."""
-        return self.result_class(embedding=torch.zeros(FLOATS))
+    def each(self) -> list[int]:
+        """Makes the calls and returns the nanoseconds that each took, clock included."""
+        function, clock = self.function, time.perf_counter_ns
+        taken = []
+        if self.results is None:
+            for key in self.keys:
+                start = clock()
+                function(key)
+                taken.append(clock() - start)
+            return taken
+        take = self.results.pop
+        for key in self.keys:
+            start = clock()
+            function(key, take())
+            taken.append(clock() - start)
+        return taken
 
 
 class Subject:
@@ -133,23 +111,28 @@ class Subject:
         self.implementation = implementation
         self.entries = entries
         self.samples: list[float] = []
-        self.cache = implementation.cache_class(entries * RESULT_BYTES)
+        self.p99s: list[float] = []
+        self.cache = implementation.new_cache(entries * RESULT_BYTES)
         self._rng = random.Random(seed)
-        keys = self.new_keys(entries)
+        keys = [self._rng.getrandbits(64) for _ in range(entries)]
         for key in keys:
-            stored_key = self.cache.combine_hashes([key]) if by_list else key
-            assert stored_key is not None
-            self.cache.set(stored_key, implementation.new_result())
+            stored = self.cache.combine_hashes([key]) if by_list else implementation.key(key)
+            self.cache.set(stored, self.new_results(1)[0])
         self._rng.shuffle(keys)
         self._visits = itertools.cycle(keys[:VISITED])
 
-    def next_keys(self, calls: int) -> list[int]:
+    def present_keys(self, calls: int) -> list[Any]:
         """Returns keys that are present, as new objects; goes on where the last call stopped."""
-        return [int(str(key)) for key in itertools.islice(self._visits, calls)]
+        key = self.implementation.key
+        return [key(int(str(each))) for each in itertools.islice(self._visits, calls)]
 
-    def new_keys(self, calls: int) -> list[int]:
+    def new_keys(self, calls: int) -> list[Any]:
         """Returns keys that are not present."""
-        return [self._rng.getrandbits(64) for _ in range(calls)]
+        return [self.implementation.key(self._rng.getrandbits(64)) for _ in range(calls)]
+
+    def new_results(self, calls: int) -> list[Any]:
+        """Returns small results that own their memory."""
+        return [self.implementation.new_result(torch.zeros(FLOATS)) for _ in range(calls)]
 
 
 @contextlib.contextmanager
@@ -167,105 +150,104 @@ def collector_off() -> Iterator[None]:
         gc.enable()
 
 
-def time_lookups(lookup: Callable[[Any], object], keys: Iterable[object]) -> float:
-    """Returns the seconds that it takes to look the keys up."""
-    with collector_off():
-        start = time.perf_counter()
-        for key in keys:
-            lookup(key)
-        return time.perf_counter() - start
-
-
-def time_get(subject: Subject, calls: int) -> float:
-    """Times hits of ``get``."""
-    lists = [[key] for key in subject.next_keys(calls)]
-    seconds = time_lookups(subject.cache.get, lists)
+def get(subject: Subject, calls: int) -> Calls:
+    """Hits of lists."""
+    lists = [[key] for key in subject.present_keys(calls)]
     assert subject.cache.get(lists[-1]) is not None
-    return seconds
+    return Calls(subject.cache.get, lists)
 
 
-def time_get_single(subject: Subject, calls: int) -> float:
-    """Times hits of ``get_single``."""
-    keys = subject.next_keys(calls)
-    seconds = time_lookups(subject.cache.get_single, keys)
+def get_single(subject: Subject, calls: int) -> Calls:
+    """Hits of single keys."""
+    keys = subject.present_keys(calls)
     assert subject.cache.get_single(keys[-1]) is not None
-    return seconds
+    return Calls(subject.cache.get_single, keys)
 
 
-def time_miss(subject: Subject, calls: int) -> float:
-    """Times misses of ``get_single``."""
-    keys = subject.new_keys(calls)
-    seconds = time_lookups(subject.cache.get_single, keys)
-    assert subject.cache.get_single(keys[-1]) is None
-    return seconds
+def miss(subject: Subject, calls: int) -> Calls:
+    """Misses of single keys."""
+    return Calls(subject.cache.get_single, subject.new_keys(calls))
 
 
-def time_combine(subject: Subject, calls: int) -> float:
-    """Times ``combine_hashes``, which a server calls once for each ``set`` by list."""
-    return time_lookups(subject.cache.combine_hashes, [[key] for key in subject.new_keys(calls)])
+def combine(subject: Subject, calls: int) -> Calls:
+    """``combine_hashes``, which a server calls once for each ``set`` by list."""
+    return Calls(subject.cache.combine_hashes, [[key] for key in subject.new_keys(calls)])
 
 
-def time_set(subject: Subject, calls: int) -> float:
-    """Times calls of ``set`` that evict, and thereby free, one entry each."""
-    return time_sets(subject, [subject.implementation.new_result() for _ in range(calls)])
+def set_new(subject: Subject, calls: int) -> Calls:
+    """Calls of ``set`` on an empty cache with room for all."""
+    cache = subject.implementation.new_cache(calls * RESULT_BYTES)
+    return Calls(cache.set, subject.new_keys(calls), subject.new_results(calls))
 
 
-def time_set_row(subject: Subject, calls: int) -> float:
-    """Times the same with rows of a batch, which ours and SGLang's copy out of it."""
+def set_present(subject: Subject, calls: int) -> Calls:
+    """Calls of ``set`` with keys that are present."""
+    return Calls(subject.cache.set, subject.present_keys(calls), subject.new_results(calls))
+
+
+def set_evicting(subject: Subject, calls: int) -> Calls:
+    """Calls of ``set`` that evict, and thereby free, one entry each."""
+    assert len(subject.cache) == subject.entries
+    return Calls(subject.cache.set, subject.new_keys(calls), subject.new_results(calls))
+
+
+def set_row(subject: Subject, calls: int) -> Calls:
+    """The same with rows of a batch, which ours and SGLang's copy out of it."""
     batch = torch.zeros(64, FLOATS)
     rows = itertools.islice(itertools.cycle(batch), calls)
-    return time_sets(subject, [subject.implementation.result_class(embedding=row) for row in rows])
-
-
-def time_sets(subject: Subject, results: list[Any]) -> float:
-    """Times a call of ``set`` for each result, with a new key; empties the list."""
-    keys = subject.new_keys(len(results))
-    set_, take = subject.cache.set, results.pop
-    with collector_off():
-        start = time.perf_counter()
-        for key in keys:
-            set_(key, take())
-        seconds = time.perf_counter() - start
-    assert len(subject.cache) == subject.entries
-    assert subject.cache.get_single(keys[-1]) is not None
-    return seconds
+    results = [subject.implementation.new_result(row) for row in rows]
+    return Calls(subject.cache.set, subject.new_keys(calls), results)
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A kind of call, and how to time it: ``time(subject, calls)`` returns seconds."""
+    """A kind of call, and how to prepare a number of them."""
 
     name: str
-    time: Callable[[Subject, int], float]
+    prepare: Callable[[Subject, int], Calls]
     by_list: bool = False
+    threads: int = 1
+
+    def measure(self, subject: Subject, calls: int) -> None:
+        """Makes that many calls a thread, and then a tenth one by one; notes what they took."""
+        ready = [self.prepare(subject, calls) for _ in range(self.threads)]
+        with collector_off():
+            starts, ends = zip(*at_once([each.all for each in ready]), strict=True)
+        subject.samples.append((max(ends) - min(starts)) / (calls * self.threads) * 1e9)
+        ready = [self.prepare(subject, calls // 10) for _ in ready]
+        with collector_off():
+            taken = itertools.chain(*at_once([each.each for each in ready]))
+        subject.p99s.append(statistics.quantiles(taken, n=100, method="inclusive")[-1])
+
+
+def at_once(functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Calls the functions together, each in a thread of its own if they are several."""
+    if len(functions) == 1:
+        return [functions[0]()]
+    barrier = threading.Barrier(len(functions))
+
+    def call(function: Callable[[], Any]) -> Any:
+        barrier.wait()
+        return function()
+
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(call, functions))
 
 
 SIZED_OPERATIONS = (
-    Operation("`get([key])`, hit", time_get, by_list=True),
-    Operation("`get_single(key)`, hit", time_get_single),
-    Operation("`get_single(key)`, miss", time_miss),
-    Operation("`set(key, result)`, evicts one", time_set),
+    Operation("`get([key])`, hit", get, by_list=True),
+    Operation("`get_single(key)`, hit", get_single),
+    Operation("`get_single(key)`, miss", miss),
+    Operation("`set(key, result)`, evicts one", set_evicting),
 )
 OPERATIONS = (
     *SIZED_OPERATIONS,
-    Operation("`set(key, row of a batch)`, evicts one", time_set_row),
-    Operation("`combine_hashes([key])`", time_combine),
+    Operation("`set(key, row of a batch)`, evicts one", set_row),
+    Operation("`set(key, result)`, new, with room", set_new),
+    Operation("`set(key, result)`, present", set_present),
+    Operation("`combine_hashes([key])`", combine, by_list=True),
+    *(Operation(f"`get_single(key)`, hit, {n} threads", get_single, threads=n) for n in THREADS),
 )
-
-
-def installed() -> list[Implementation]:
-    """Returns ours and those peers that are installed."""
-    found = [Implementation(OURS, "multimodal-cache", MultiModalStaticCache, EmbeddingResult)]
-    reference = load_reference()
-    if reference is not None:
-        found.append(
-            Implementation(
-                REFERENCE, "sglang", reference.MultiModalStaticCache, reference.EmbeddingResult
-            )
-        )
-    if importlib.util.find_spec("cachetools"):
-        found.append(Implementation(CACHETOOLS, "cachetools", LockedLRUCache, EmbeddingResult))
-    return found
 
 
 def measure(
@@ -280,11 +262,11 @@ def measure(
     subjects = [
         Subject(each, entries, by_list=operation.by_list, seed=options.seed)
         for each in implementations
+        if each.by_list or not operation.by_list
     ]
     for _ in range(rounds):
         for subject in rng.sample(subjects, len(subjects)):
-            seconds = operation.time(subject, options.calls)
-            subject.samples.append(seconds / options.calls * 1e9)
+            operation.measure(subject, options.calls)
     return subjects
 
 
@@ -294,33 +276,33 @@ def compare(found: Sequence[Implementation], options: argparse.Namespace) -> str
     for operation in OPERATIONS:
         subjects = measure(operation, found, options.entries, options.rounds, options)
         by_name = {subject.implementation.name: subject for subject in subjects}
+        reference = by_name.get(REFERENCE)
         for name, subject in by_name.items():
-            reference = by_name.get(REFERENCE)
             relative = ratio(subject.samples, reference.samples) if reference else "-"
-            rows.append((operation.name, name, spread(subject.samples), relative))
-    return table(("Operation", "Cache", "ns per call", "Times the reference"), rows)
+            p99 = f"{statistics.median(subject.p99s):.0f}"
+            rows.append((operation.name, name, spread(subject.samples), p99, relative))
+    return table(("Operation", "Cache", "ns per call", "p99", "Times the reference"), rows)
 
 
 def compare_sizes(found: Sequence[Implementation], options: argparse.Namespace) -> str:
     """Returns the table of ours, and the reference if it is there, at each of ``SIZES``."""
     shown = [each for each in found if each.name in (OURS, REFERENCE)]
+    sizes = [size for size in SIZES if size <= options.max_entries]
     rows = []
     for operation in SIZED_OPERATIONS:
         cells: dict[str, list[str]] = {each.name: [] for each in shown}
-        for size in SIZES:
+        for size in sizes:
             for subject in measure(operation, shown, size, options.size_rounds, options):
                 cells[subject.implementation.name].append(spread(subject.samples))
         rows += [(operation.name, name, *spreads) for name, spreads in cells.items()]
-    return table(("Operation", "Cache", *[f"{size:,}" for size in SIZES]), rows)
+    return table(("Operation", "Cache", *[f"{size:,}" for size in sizes]), rows)
 
 
 def report(options: argparse.Namespace) -> Iterator[str]:
     """Runs everything and yields the paragraphs of the report."""
     found = installed()
     yield conditions(options.seed, ["torch", *(each.package for each in found)])
-    for name, command in INSTALL.items():
-        if name not in {each.name for each in found}:
-            yield f"Left out, not installed: {name} (`{command}`)."
+    yield from left_out(found)
     calls = f"rounds of {options.calls:,} calls, {QUARTILES}"
     yield f"Caches of {options.entries:,} entries; {options.rounds} {calls}:"
     yield compare(found, options)
@@ -337,8 +319,9 @@ def main() -> None:
     parser = Parser("Times one call of the cache, beside other caches and as the cache grows.")
     parser.add_number("--entries", 1_000, 1, "entries in the caches of the first table")
     parser.add_number("--rounds", 31, 2, "rounds behind each cell of the first table")
+    parser.add_number("--max-entries", 100_000, 10, "entries in the largest cache of the second")
     parser.add_number("--size-rounds", 11, 2, "rounds behind each cell of the second table")
-    parser.add_number("--calls", 20_000, 1, "calls of each cache in one round")
+    parser.add_number("--calls", 20_000, 20, "calls of each cache in one round")
     run(parser, report)
 
 

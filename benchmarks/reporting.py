@@ -9,10 +9,10 @@ import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 QUARTILES = "median (quartiles)"
 
@@ -75,6 +75,10 @@ class Parser(argparse.ArgumentParser):
         """Adds an option for an integer of ``minimum`` or more."""
         self.add_argument(name, type=_at_least(minimum), default=default, metavar="N", help=text)
 
+    def add_plot(self, text: str) -> None:
+        """Adds ``--plot``, for a drawing of the report."""
+        self.add_argument("--plot", type=Path, metavar="PATH", help=text)
+
     def error(self, message: str) -> NoReturn:
         """Exits with status 2."""
         self.exit(2, f"{self.prog}: {message}\n")
@@ -89,6 +93,18 @@ def _at_least(minimum: int) -> Callable[[str], int]:
         raise argparse.ArgumentTypeError(f"must be an integer, {minimum} or more, got {text!r}")
 
     return convert
+
+
+@contextlib.contextmanager
+def plot(path: Path) -> Iterator[Any]:
+    """Gives the axes of a new figure, and writes the figure to ``path``."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    yield axes
+    axes.legend()
+    figure.savefig(path)
+    pyplot.close(figure)
 
 
 def run(parser: Parser, report: Callable[[argparse.Namespace], Iterable[str]]) -> None:

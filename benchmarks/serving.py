@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from reporting import QUARTILES, Parser, conditions, run, spread, table
+from reporting import QUARTILES, Parser, conditions, plot, run, spread, table
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from multimodal_cache import CachedEncoder, MultiModalStaticCache
@@ -226,17 +226,13 @@ def overhead(rounds: int) -> tuple[str, ...]:
 
 def draw(streams: list[Stream], path: Path) -> None:
     """Draws the ratios beside the ideal."""
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
     reuse = [stream.reuse * 100 for stream in streams]
-    axes.plot(reuse, [ideal(stream) for stream in streams], "k--", label="1 / (1 - hit rate)")
     measured = [statistics.median(ratios(stream)) for stream in streams]
-    axes.plot(reuse, measured, "o-", label="measured")
-    axes.set(xlabel="requests that repeat an image, %", ylabel="times the throughput without it")
-    axes.set_yscale("log")
-    axes.legend()
-    figure.savefig(path)
+    with plot(path) as axes:
+        axes.plot(reuse, [ideal(stream) for stream in streams], "k--", label="1 / (1 - hit rate)")
+        axes.plot(reuse, measured, "o-", label="measured")
+        axes.set(xlabel="requests that repeat an image, %", ylabel="times the throughput without")
+        axes.set_yscale("log")
 
 
 def report(options: argparse.Namespace) -> Iterator[str]:
@@ -276,7 +272,7 @@ def main() -> None:
     parser.add_number("--requests", 60, 1, "requests in each stream")
     parser.add_number("--rounds", 5, 2, "rounds behind each cell")
     parser.add_argument("--model", choices=MODELS, default="base", help="the encoder")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the first table here")
+    parser.add_plot("draw the first table here")
     run(parser, report)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import peers
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -18,19 +21,45 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_lookup_prints_its_tables_and_writes_them_too(tmp_path: Path) -> None:
     output = tmp_path / "lookup.md"
-    tiny = ["--entries=20", "--rounds=2", "--size-rounds=2", "--calls=50", f"--output={output}"]
-    shown = run("lookup.py", *tiny)
+    tiny = ["--entries=20", "--max-entries=100", "--rounds=2", "--size-rounds=2", "--calls=50"]
+    shown = run("lookup.py", *tiny, f"--output={output}")
     assert (shown.returncode, shown.stderr) == (0, "")
-    for operation in ("get([key])", "get_single(key)", "set(key, result)"):
-        assert f"| `{operation}`" in shown.stdout
-    assert "| multimodal-cache |" in shown.stdout
+    for peer in peers.installed():
+        assert f"| `get_single(key)`, hit, 8 threads | {peer.name} |" in shown.stdout
+        assert f"| `set(key, result)`, present | {peer.name} |" in shown.stdout
+        assert (f"| `get([key])`, hit | {peer.name} |" in shown.stdout) == peer.by_list
     assert output.read_text(encoding="utf-8") == shown.stdout
 
 
-def test_keys_prints_its_tables_and_writes_them_too(tmp_path: Path) -> None:
-    output = tmp_path / "keys.md"
-    shown = run("keys.py", "--max-megabytes=1", "--rounds=2", "--calls=2", f"--output={output}")
+def test_memory_shows_that_ours_keeps_what_it_charges_and_its_budget(tmp_path: Path) -> None:
+    output = tmp_path / "memory.md"
+    shown = run("memory.py", "--kibibytes=8", f"--output={output}")
     assert (shown.returncode, shown.stderr) == (0, "")
+    rows = [line.strip("| ").split(" | ") for line in shown.stdout.splitlines() if "|" in line]
+    ours = [row for row in rows if row[1] == peers.OURS]
+    assert len(ours) == 8
+    assert [row for row in ours if row[2] != row[3] or max(map(float, row[2:5])) > 1] == []
+    if not set(peers.INSTALL) <= {peer.name for peer in peers.installed()}:
+        assert "Left out, not installed: " in shown.stdout
+    else:
+        assert ["one slice of each batch", peers.DYNAMO, "1.00", "8.00", "8.00", "16"] in rows
+    assert output.read_text(encoding="utf-8") == shown.stdout
+
+
+def test_a_peer_that_is_not_installed_is_left_out_and_named() -> None:
+    lines = list(peers.left_out(peers.installed([peers.OURS])))
+    assert lines == [
+        f"Left out, not installed: {each} (`{peers.INSTALL[each]}`)." for each in peers.INSTALL
+    ]
+
+
+def test_keys_prints_its_tables_and_writes_them_too(tmp_path: Path) -> None:
+    output, plot = tmp_path / "keys.md", tmp_path / "keys.png"
+    tiny = ["--max-megabytes=1", "--rounds=2", "--calls=2", f"--output={output}"]
+    has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+    shown = run("keys.py", *tiny, *([f"--plot={plot}"] if has_matplotlib else []))
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert not has_matplotlib or plot.read_bytes().startswith(b"\x89PNG")
     for row in (
         "0.2 MB | `hash_feature`, tensor",
         "0.2 MB | SHA-256",
@@ -59,6 +88,7 @@ def test_serving_prints_its_tables_and_draws_them(tmp_path: Path) -> None:
     [
         *(("lookup.py", bad) for bad in ("--rounds=1", "--calls=x", "--entries=0", "--output=/")),
         *(("keys.py", bad) for bad in ("--rounds=1", "--max-megabytes=0")),
+        ("memory.py", "--kibibytes=3"),
     ],
 )
 def test_a_benchmark_says_in_one_line_what_is_wrong(script: str, bad: str) -> None:
@@ -66,3 +96,11 @@ def test_a_benchmark_says_in_one_line_what_is_wrong(script: str, bad: str) -> No
     assert (shown.returncode, shown.stdout) == (2, "")
     assert shown.stderr.startswith(f"{script}: argument {bad.split('=')[0]}: ")
     assert len(shown.stderr.splitlines()) == 1
+
+
+def test_the_tables_in_the_readme_are_those_of_the_reports() -> None:
+    reports = "".join(path.read_text(encoding="utf-8") for path in BENCHMARKS.glob("results/*.md"))
+    readme = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|.*\|$", readme, flags=re.MULTILINE)
+    assert len(rows) > 40
+    assert [row for row in rows if row not in reports] == []
