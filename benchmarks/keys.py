@@ -84,17 +84,17 @@ def hash_feature_on_one_thread(feature: Any) -> int:
 
 
 def blake3_on_one_thread(data: bytearray) -> bytes:
-    """The bare hash function."""
+    """BLAKE3 on the calling thread."""
     return blake3(data).digest()
 
 
 def blake3_on_all_threads(data: bytearray) -> bytes:
-    """The bare hash function."""
+    """BLAKE3 on all cores."""
     return blake3(data, max_threads=blake3.AUTO).digest()
 
 
 def sha256(data: bytearray) -> bytes:
-    """The bare hash function."""
+    """SHA-256."""
     return hashlib.sha256(data).digest()
 
 
@@ -196,7 +196,7 @@ def report(options: argparse.Namespace) -> Iterator[str]:
         f"{QUARTILES}:"
     )
     yield table(("Input", "Type", "us"), compare_small(options.rounds, options.calls, rng))
-    yield f"BLAKE3 alone, in GB/s, {options.rounds} rounds, {QUARTILES}; other work in between:"
+    yield f"BLAKE3 alone, in GB/s, {options.rounds} rounds, {QUARTILES}; other work among them:"
     header = ("Size", "What `hash_feature` uses", "One thread", "All threads", "All / one")
     sizes = [each * 2**20 for each in MEBIBYTES if each <= options.max_megabytes]
     yield table(header, [compare_threads(size, options.rounds, rng) for size in sizes])

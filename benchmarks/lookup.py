@@ -18,15 +18,20 @@ is the median over the rounds of the time divided by the reference's in the same
 suffers less from drift than the times do. All times include the loop that makes the calls, of a few
 ns a call, and for ``set`` the drop of the result that leaves the cache or doesn't get in.
 
-Several threads look keys up in one cache, ``--calls`` each; the time of a call is that from the
-first call to the last, divided by the number of all. SGLang's and Dynamo's caches have no lock:
-they aren't correct under threads, and stand there for scale.
+The results are of 40 bytes: to free or to copy a larger one takes longer, in all caches alike. Of
+a row of a batch, ours and SGLang's store a copy; the others keep the batch, and have less to do.
+Where a key is present, ours and SGLang's keep the old result, the others take the new one.
 
-The keys are 64-bit ints (for Dynamo's, 64 hexadecimal digits), visited in shuffled order, over the
-whole cache up to 1,000 entries and over 1,000 of them in a larger one: how long it takes to fetch
-memory that the CPU has not seen for a while is a property of the access pattern and the machine.
-Those looked up equal the stored ones but are other objects, as in a server. The garbage collector
-runs before each timed region and is off inside it.
+Several threads look keys up in one cache for ``--milliseconds``, which are many turns of Python's
+global lock. The time of a call is that time divided by the calls of all the threads. A thread that
+waits for its turn waits beyond the 99th percentile. SGLang's and Dynamo's caches have no lock: they
+aren't correct under threads, and stand there for scale.
+
+The keys are 64-bit ints; Dynamo's are 64 hexadecimal digits, and to hash them is part of the call.
+They are visited in shuffled order, over the whole cache up to 1,000 entries and over 1,000 of them
+in a larger one: how long it takes to fetch memory that the CPU has not seen for a while is a
+property of the access pattern and the machine. Those looked up equal the stored ones but are other
+objects, as in a server. The garbage collector runs before each timed region and is off inside it.
 """
 
 from __future__ import annotations
@@ -63,21 +68,21 @@ class Calls:
     keys: Sequence[Any]
     results: list[Any] | None = None
 
-    def all(self) -> tuple[float, float]:
-        """Makes the calls and returns when they began and ended; gives the results away."""
+    def time_all(self) -> float:
+        """Makes the calls and returns the seconds that they took; gives the results away."""
         function = self.function
         if self.results is None:
             start = time.perf_counter()
             for key in self.keys:
                 function(key)
-            return start, time.perf_counter()
+            return time.perf_counter() - start
         take = self.results.pop
         start = time.perf_counter()
         for key in self.keys:
             function(key, take())
-        return start, time.perf_counter()
+        return time.perf_counter() - start
 
-    def each(self) -> list[int]:
+    def time_each(self) -> list[int]:
         """Makes the calls and returns the nanoseconds that each took, clock included."""
         function, clock = self.function, time.perf_counter_ns
         taken = []
@@ -93,6 +98,16 @@ class Calls:
             function(key, take())
             taken.append(clock() - start)
         return taken
+
+    def repeat_until(self, end: float) -> tuple[int, list[int]]:
+        """Makes the calls over and over until some time; returns how many, and ns of some."""
+        some = Calls(self.function, self.keys[:10])
+        made, taken = 0, []
+        while made == 0 or time.perf_counter() < end:
+            self.time_all()
+            taken += some.time_each()
+            made += len(self.keys) + len(some.keys)
+        return made, taken
 
 
 class Subject:
@@ -120,6 +135,15 @@ class Subject:
             self.cache.set(stored, self.new_results(1)[0])
         self._rng.shuffle(keys)
         self._visits = itertools.cycle(keys[:VISITED])
+        self.assert_full_and_fresh()
+
+    def assert_full_and_fresh(self) -> None:
+        """The cache holds as many entries as it has room for, and what comes is stored."""
+        assert len(self.cache) == self.entries
+        (key,) = self.new_keys(1)
+        self.cache.set(key, self.new_results(1)[0])
+        assert self.cache.get_single(key) is not None
+        assert len(self.cache) == self.entries
 
     def present_keys(self, calls: int) -> list[Any]:
         """Returns keys that are present, as new objects; goes on where the last call stopped."""
@@ -139,7 +163,7 @@ class Subject:
 def collector_off() -> Iterator[None]:
     """Collects the garbage, then keeps the collector off.
 
-    What survives is never looked at again; each collection would otherwise scan all entries.
+    What survives is frozen for that time, or each collection would scan all the entries again.
     """
     gc.collect()
     gc.freeze()
@@ -157,6 +181,11 @@ def get(subject: Subject, calls: int) -> Calls:
     return Calls(subject.cache.get, lists)
 
 
+def get_missing(subject: Subject, calls: int) -> Calls:
+    """Misses of lists."""
+    return Calls(subject.cache.get, [[key] for key in subject.new_keys(calls)])
+
+
 def get_single(subject: Subject, calls: int) -> Calls:
     """Hits of single keys."""
     keys = subject.present_keys(calls)
@@ -164,7 +193,7 @@ def get_single(subject: Subject, calls: int) -> Calls:
     return Calls(subject.cache.get_single, keys)
 
 
-def miss(subject: Subject, calls: int) -> Calls:
+def get_single_missing(subject: Subject, calls: int) -> Calls:
     """Misses of single keys."""
     return Calls(subject.cache.get_single, subject.new_keys(calls))
 
@@ -187,14 +216,22 @@ def set_present(subject: Subject, calls: int) -> Calls:
 
 def set_evicting(subject: Subject, calls: int) -> Calls:
     """Calls of ``set`` that evict, and thereby free, one entry each."""
-    assert len(subject.cache) == subject.entries
+    subject.assert_full_and_fresh()
     return Calls(subject.cache.set, subject.new_keys(calls), subject.new_results(calls))
+
+
+def set_combined(subject: Subject, calls: int) -> Calls:
+    """The same with the keys of lists."""
+    assert len(subject.cache) == subject.entries
+    keys = [subject.cache.combine_hashes([key]) for key in subject.new_keys(calls)]
+    return Calls(subject.cache.set, keys, subject.new_results(calls))
 
 
 def set_row(subject: Subject, calls: int) -> Calls:
     """The same with rows of a batch, which ours and SGLang's copy out of it."""
+    subject.assert_full_and_fresh()
     batch = torch.zeros(64, FLOATS)
-    rows = itertools.islice(itertools.cycle(batch), calls)
+    rows = (batch[number % len(batch)] for number in range(calls))
     results = [subject.implementation.new_result(row) for row in rows]
     return Calls(subject.cache.set, subject.new_keys(calls), results)
 
@@ -208,43 +245,49 @@ class Operation:
     by_list: bool = False
     threads: int = 1
 
-    def measure(self, subject: Subject, calls: int) -> None:
-        """Makes that many calls a thread, and then a tenth one by one; notes what they took."""
-        ready = [self.prepare(subject, calls) for _ in range(self.threads)]
-        with collector_off():
-            starts, ends = zip(*at_once([each.all for each in ready]), strict=True)
-        subject.samples.append((max(ends) - min(starts)) / (calls * self.threads) * 1e9)
-        ready = [self.prepare(subject, calls // 10) for _ in ready]
-        with collector_off():
-            taken = itertools.chain(*at_once([each.each for each in ready]))
+    def measure(self, subject: Subject, options: argparse.Namespace) -> None:
+        """Makes some calls, and a tenth as many one by one; notes what they took."""
+        if self.threads == 1:
+            calls = self.prepare(subject, options.calls)
+            with collector_off():
+                nanoseconds = calls.time_all() / options.calls * 1e9
+            calls = self.prepare(subject, options.calls // 10)
+            with collector_off():
+                taken = calls.time_each()
+        else:
+            nanoseconds, taken = self._measure_threads(subject, options.milliseconds / 1e3)
+        subject.samples.append(nanoseconds)
         subject.p99s.append(statistics.quantiles(taken, n=100, method="inclusive")[-1])
 
+    def _measure_threads(self, subject: Subject, seconds: float) -> tuple[float, list[int]]:
+        ready = [self.prepare(subject, VISITED) for _ in range(self.threads)]
+        starts: list[float] = []
+        barrier = threading.Barrier(self.threads, lambda: starts.append(time.perf_counter()))
 
-def at_once(functions: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Calls the functions together, each in a thread of its own if they are several."""
-    if len(functions) == 1:
-        return [functions[0]()]
-    barrier = threading.Barrier(len(functions))
+        def call(calls: Calls) -> tuple[int, list[int]]:
+            barrier.wait()
+            return calls.repeat_until(starts[0] + seconds)
 
-    def call(function: Callable[[], Any]) -> Any:
-        barrier.wait()
-        return function()
-
-    with ThreadPoolExecutor(len(functions)) as pool:
-        return list(pool.map(call, functions))
+        with collector_off(), ThreadPoolExecutor(self.threads) as pool:
+            done = list(pool.map(call, ready))
+            passed = time.perf_counter() - starts[0]
+        made = sum(number for number, _ in done)
+        return passed / made * 1e9, [each for _, taken in done for each in taken]
 
 
 SIZED_OPERATIONS = (
     Operation("`get([key])`, hit", get, by_list=True),
     Operation("`get_single(key)`, hit", get_single),
-    Operation("`get_single(key)`, miss", miss),
+    Operation("`get_single(key)`, miss", get_single_missing),
     Operation("`set(key, result)`, evicts one", set_evicting),
 )
 OPERATIONS = (
     *SIZED_OPERATIONS,
+    Operation("`set(combined key, result)`, evicts one", set_combined, by_list=True),
     Operation("`set(key, row of a batch)`, evicts one", set_row),
     Operation("`set(key, result)`, new, with room", set_new),
     Operation("`set(key, result)`, present", set_present),
+    Operation("`get([key])`, miss", get_missing, by_list=True),
     Operation("`combine_hashes([key])`", combine, by_list=True),
     *(Operation(f"`get_single(key)`, hit, {n} threads", get_single, threads=n) for n in THREADS),
 )
@@ -266,7 +309,9 @@ def measure(
     ]
     for _ in range(rounds):
         for subject in rng.sample(subjects, len(subjects)):
-            operation.measure(subject, options.calls)
+            operation.measure(subject, options)
+    for subject in subjects:
+        subject.assert_full_and_fresh()
     return subjects
 
 
@@ -274,7 +319,8 @@ def compare(found: Sequence[Implementation], options: argparse.Namespace) -> str
     """Returns the table of all implementations at one number of entries."""
     rows = []
     for operation in OPERATIONS:
-        subjects = measure(operation, found, options.entries, options.rounds, options)
+        rounds = options.rounds if operation.threads == 1 else options.thread_rounds
+        subjects = measure(operation, found, options.entries, rounds, options)
         by_name = {subject.implementation.name: subject for subject in subjects}
         reference = by_name.get(REFERENCE)
         for name, subject in by_name.items():
@@ -304,7 +350,10 @@ def report(options: argparse.Namespace) -> Iterator[str]:
     yield conditions(options.seed, ["torch", *(each.package for each in found)])
     yield from left_out(found)
     calls = f"rounds of {options.calls:,} calls, {QUARTILES}"
-    yield f"Caches of {options.entries:,} entries; {options.rounds} {calls}:"
+    yield (
+        f"Caches of {options.entries:,} entries; {options.rounds} {calls}; with several threads "
+        f"{options.thread_rounds} rounds of {options.milliseconds} ms:"
+    )
     yield compare(found, options)
     yield (
         f"Nanoseconds per call by number of entries; {options.size_rounds} {calls}. A lookup "
@@ -322,6 +371,8 @@ def main() -> None:
     parser.add_number("--max-entries", 100_000, 10, "entries in the largest cache of the second")
     parser.add_number("--size-rounds", 11, 2, "rounds behind each cell of the second table")
     parser.add_number("--calls", 20_000, 20, "calls of each cache in one round")
+    parser.add_number("--thread-rounds", 11, 2, "rounds behind each cell for several threads")
+    parser.add_number("--milliseconds", 300, 1, "the time of such a round")
     run(parser, report)
 
 

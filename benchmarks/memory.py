@@ -13,12 +13,14 @@ file.
 How to read it: the numbers are parts of the budget. "Charged" is what the cache says that it holds.
 "Kept" is the memory of all tensors that are alive when the caller has dropped its own. "Peak" is
 the most that was alive at any moment beside what the caller held then: the outputs of the encode
-whose items it was storing, and their graph. Above 1.00 the cache breaks its budget; where less is
-charged than kept, it doesn't know. "Entries" are those left at the end. Nothing here is timed: the
-numbers are the same on every run. ``--seed`` is for the sizes of "churn at the limit".
+whose items it was storing, and their graph. Above 1.00 the cache breaks its budget; where charged
+and kept differ, its accounting is wrong. "Entries" are those left at the end. How far a cache gets
+above 1.00 depends on the encoder: on the size of a batch where slices keep it, and on the depth
+where a graph keeps the activations. Nothing here is timed: the numbers are the same on every run.
+``--seed`` is for the sizes of "churn at the limit".
 
-Memory is seen from below: every operation of torch is watched, also those inside the caches and
-those of autograd, and every storage that one makes is followed until it is freed.
+Memory is seen from below: a dispatch mode sees every operation of torch, of autograd and those
+inside the caches too, and each storage that one returns is followed until it is freed.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from torch.utils._pytree import tree_leaves
 SHOWN = (OURS, REFERENCE, CACHETOOLS, DYNAMO)
 HIDDEN = 64
 ROW_BYTES = HIDDEN * torch.float32.itemsize
-BATCH = 8  # items
+BATCH = 12  # items
 
 
 class Memory(TorchDispatchMode):
@@ -98,7 +100,7 @@ class Filling:
     """A cache that is being filled, in one of the ways."""
 
     implementation: Implementation
-    budget: int
+    rows: int  # of an item
     memory: Memory
     rng: random.Random
     weights: torch.Tensor
@@ -126,9 +128,9 @@ class Filling:
         self.memory.dropped()
 
     @property
-    def rows(self) -> int:
-        """The rows of an item of which 16 fill the budget."""
-        return self.budget // (16 * ROW_BYTES)
+    def budget(self) -> int:
+        """The bytes of 16 items."""
+        return 16 * self.rows * ROW_BYTES
 
 
 def own_tensors(filling: Filling) -> None:
@@ -139,7 +141,7 @@ def own_tensors(filling: Filling) -> None:
 
 def slices(filling: Filling) -> None:
     """The items of a batch are slices of one tensor, as ``torch.split`` makes them."""
-    for _ in range(32 // BATCH):
+    for _ in range(3):
         filling.store(lambda: list(torch.ones(BATCH * filling.rows, HIDDEN).split(filling.rows)))
 
 
@@ -150,7 +152,7 @@ def one_of_each_batch(filling: Filling) -> None:
 
 
 def expanded(filling: Filling) -> None:
-    """The rows of each item are one row, expanded."""
+    """The rows of each item are one row, expanded. A copy is larger than what it is made from."""
     for _ in range(32):
         filling.store(lambda: [torch.ones(1, HIDDEN).expand(filling.rows, HIDDEN)])
 
@@ -200,19 +202,42 @@ WAYS: dict[str, Callable[[Filling], None]] = {
 }
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What a cache has kept: bytes, and the number of entries."""
+
+    budget: int
+    charged: int
+    kept: int
+    peak: int
+    entries: int
+    refusals: tuple[str, ...]
+
+    def cells(self) -> tuple[str, ...]:
+        """Formats the bytes as parts of the budget."""
+        parts = (self.charged, self.kept, self.peak)
+        refusals = f" ({', '.join(self.refusals)})" if self.refusals else ""
+        return *(f"{part / self.budget:.2f}" for part in parts), f"{self.entries}{refusals}"
+
+
 def measure(
-    way: Callable[[Filling], None], implementation: Implementation, budget: int, seed: int
-) -> tuple[str, ...]:
-    """Fills a cache and returns what it kept."""
+    way: Callable[[Filling], None], implementation: Implementation, rows: int, seed: int
+) -> Kept:
+    """Fills a cache with items of so many rows and returns what it has kept."""
     weights = torch.ones(HIDDEN, HIDDEN, requires_grad=True)
     with Memory() as memory:
-        filling = Filling(implementation, budget, memory, random.Random(seed), weights)
+        filling = Filling(implementation, rows, memory, random.Random(seed), weights)
         way(filling)
         gc.collect()
         kept = sum(memory.live().values())
-    parts = (implementation.charged(filling.cache), kept, memory.peak)
-    refusals = f" ({', '.join(sorted(filling.refusals))})" if filling.refusals else ""
-    return *(f"{part / budget:.2f}" for part in parts), f"{len(filling.cache)}{refusals}"
+    return Kept(
+        filling.budget,
+        implementation.charged(filling.cache),
+        kept,
+        memory.peak,
+        len(filling.cache),
+        tuple(sorted(filling.refusals)),
+    )
 
 
 def report(options: argparse.Namespace) -> Iterator[str]:
@@ -220,9 +245,12 @@ def report(options: argparse.Namespace) -> Iterator[str]:
     found = installed(SHOWN)
     yield conditions(options.seed, ["torch", *(each.package for each in found)])
     yield from left_out(found, SHOWN[1:])
-    yield f"Parts of the budget of {options.kibibytes} KiB:"
+    yield (
+        f"Parts of a budget for 16 items of {options.rows} x {HIDDEN} float32; batches are of "
+        f"{BATCH} items, the encoder with a graph has 4 layers:"
+    )
     rows = [
-        (name, each.name, *measure(way, each, options.kibibytes * 1024, options.seed))
+        (name, each.name, *measure(way, each, options.rows, options.seed).cells())
         for name, way in WAYS.items()
         for each in found
     ]
@@ -232,7 +260,7 @@ def report(options: argparse.Namespace) -> Iterator[str]:
 def main() -> None:
     """Runs the benchmark."""
     parser = Parser("Counts the bytes that caches keep alive, beside their budget.")
-    parser.add_number("--kibibytes", 1024, 4, "the budget")
+    parser.add_number("--rows", 256, 1, "rows of an item")
     run(parser, report)
 
 

@@ -1,4 +1,4 @@
-"""Ours and other caches, from their installed packages, behind one face.
+"""Ours and other caches, from their installed packages, behind one interface.
 
 None of the others is a dependency: what isn't installed is left out of the tables.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import torch
@@ -34,17 +34,9 @@ INSTALL = {
 }
 
 
-class Cache(Protocol):
-    """What all of them can do; those for lists of items have ``get`` and ``combine_hashes`` too."""
-
-    def get_single(self, mm_hash: Any) -> object: ...  # noqa: D102
-    def set(self, mm_hash: Any, embedding: Any) -> object: ...  # noqa: D102
-    def __len__(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class Implementation:
-    """A cache, and what it takes and says.
+    """A cache with ``get_single(key)``, ``set(key, result)`` and ``len``, and what goes with it.
 
     Attributes:
         name: As it is called in the tables.
@@ -81,7 +73,7 @@ def _ours() -> Implementation:
     return _like_sglang(OURS, "multimodal-cache", MultiModalStaticCache, EmbeddingResult)
 
 
-def _sglangs() -> Implementation | None:
+def _sglang() -> Implementation | None:
     module = load_reference()
     if module is None:
         return None
@@ -110,7 +102,7 @@ def _cachebox() -> Implementation | None:
     return Implementation(CACHEBOX, "cachebox", Cachebox, _result, Cachebox.charged)
 
 
-def _dynamos() -> Implementation | None:
+def _dynamo() -> Implementation | None:
     module = _load_dynamo()
     if module is None:
         return None
@@ -131,14 +123,14 @@ def _dynamos() -> Implementation | None:
 
 _LOADERS: dict[str, Callable[[], Implementation | None]] = {
     OURS: _ours,
-    REFERENCE: _sglangs,
+    REFERENCE: _sglang,
     CACHETOOLS: _cachetools,
     CACHEBOX: _cachebox,
-    DYNAMO: _dynamos,
+    DYNAMO: _dynamo,
 }
 
 
-# The faces of those that aren't like SGLang's
+# Adapters
 
 
 def _result(tensor: torch.Tensor) -> EmbeddingResult:
@@ -155,24 +147,24 @@ class LockedLRUCache:
         self._lock = threading.RLock()
 
     @staticmethod
-    def combine_hashes(mm_hashes: list[int]) -> int:
+    def combine_hashes(keys: list[int]) -> int:
         """Returns the key of a list of items."""
-        return hash(tuple(mm_hashes))
+        return hash(tuple(keys))
 
-    def get(self, mm_hashes: list[int]) -> object:
+    def get(self, keys: list[int]) -> object:
         """Looks a list of items up."""
         with self._lock:
-            return self._cache.get(hash(tuple(mm_hashes)))
+            return self._cache.get(hash(tuple(keys)))
 
-    def get_single(self, mm_hash: int) -> object:
+    def get_single(self, key: int) -> object:
         """Looks one key up."""
         with self._lock:
-            return self._cache.get(mm_hash)
+            return self._cache.get(key)
 
-    def set(self, mm_hash: int, embedding: EmbeddingResult) -> None:
+    def set(self, key: int, result: EmbeddingResult) -> None:
         """Stores a result; one that can't fit is a ValueError."""
         with self._lock:
-            self._cache[mm_hash] = embedding
+            self._cache[key] = result
 
     def charged(self) -> int:
         """Returns the bytes held."""
@@ -193,13 +185,13 @@ class Cachebox:
         self.set = self._cache.insert
 
     @staticmethod
-    def combine_hashes(mm_hashes: list[int]) -> int:
+    def combine_hashes(keys: list[int]) -> int:
         """Returns the key of a list of items."""
-        return hash(tuple(mm_hashes))
+        return hash(tuple(keys))
 
-    def get(self, mm_hashes: list[int]) -> object:
+    def get(self, keys: list[int]) -> object:
         """Looks a list of items up."""
-        return self._cache.get(hash(tuple(mm_hashes)))
+        return self._cache.get(hash(tuple(keys)))
 
     def charged(self) -> int:
         """Returns the bytes held."""
@@ -230,46 +222,43 @@ class DynamoCache:
 
 def load_reference() -> ModuleType | None:
     """Loads SGLang's cache module, unmodified, from the files of the ``sglang`` package."""
-    names = ("sglang", "sglang.srt", "sglang.srt.mem_cache")
+    allocator = "sglang.srt.mem_cache.allocator"
+    stand_in = new_module(allocator, BaseTokenToKVPoolAllocator=object)
+    return _load("sglang", "sglang.srt.mem_cache.multimodal_cache", {allocator: stand_in})
+
+
+def _load_dynamo() -> ModuleType | None:
+    name = "dynamo.common.memory.multimodal_embedding_cache_manager"
+    logging.getLogger(name).setLevel(logging.ERROR)  # it warns of each value that it refuses
+    return _load("ai-dynamo", name, {})
+
+
+def _load(distribution: str, name: str, stand_ins: dict[str, ModuleType]) -> ModuleType | None:
+    """Loads one module of a distribution, or returns None if that isn't installed."""
+    parts = name.split(".")
+    packages = [".".join(parts[:length]) for length in range(1, len(parts))]
     try:
-        stand_ins = {name: sglang_package(name) for name in names}
+        modules = {package: package_of(distribution, package) for package in packages}
     except metadata.PackageNotFoundError:
         return None
-    allocator = "sglang.srt.mem_cache.allocator"
-    stand_ins[allocator] = module(allocator, BaseTokenToKVPoolAllocator=object)
-    with mock.patch.dict(sys.modules, stand_ins):
-        return importlib.import_module("sglang.srt.mem_cache.multimodal_cache")
+    with mock.patch.dict(sys.modules, modules | stand_ins):
+        return importlib.import_module(name)
 
 
-def sglang_package(name: str) -> ModuleType:
-    """Returns what stands in for a package of SGLang's, and lets its modules be imported.
+def package_of(distribution: str, name: str) -> ModuleType:
+    """Returns what stands in for a package of a distribution, and lets its modules be imported.
 
-    The package's own code isn't run: it imports a server's worth of other packages.
+    The package's own code isn't run: it may import a server's worth of other packages.
 
     Raises:
-        metadata.PackageNotFoundError: SGLang isn't installed.
+        metadata.PackageNotFoundError: The distribution isn't installed.
     """
-    folder = metadata.distribution("sglang").locate_file(name.replace(".", "/"))
-    return module(name, __path__=[str(folder)])
+    folder = metadata.distribution(distribution).locate_file(name.replace(".", "/"))
+    return new_module(name, __path__=[str(folder)])
 
 
-def module(name: str, **attributes: Any) -> ModuleType:
+def new_module(name: str, **attributes: Any) -> ModuleType:
     """Makes a module by hand."""
     made = ModuleType(name)
     vars(made).update(attributes)
     return made
-
-
-def _load_dynamo() -> Any:
-    name = "dynamo.common.memory.multimodal_embedding_cache_manager"
-    try:
-        path = metadata.distribution("ai-dynamo").locate_file(f"{name.replace('.', '/')}.py")
-    except metadata.PackageNotFoundError:
-        return None
-    spec = importlib.util.spec_from_file_location(name, str(path))
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    logging.getLogger(name).setLevel(logging.ERROR)  # it warns of each value that it refuses
-    return loaded

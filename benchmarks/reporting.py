@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import platform
 import shlex
@@ -98,22 +99,29 @@ def _at_least(minimum: int) -> Callable[[str], int]:
 @contextlib.contextmanager
 def plot(path: Path) -> Iterator[Any]:
     """Gives the axes of a new figure, and writes the figure to ``path``."""
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
     yield axes
     axes.legend()
     figure.savefig(path)
-    pyplot.close(figure)
 
 
 def run(parser: Parser, report: Callable[[argparse.Namespace], Iterable[str]]) -> None:
     """Prints the paragraphs of the report, and writes them where the command line says so."""
     options = parser.parse_args()
-    output = options.output
-    if output and (output.is_dir() or not output.parent.is_dir()):
-        parser.error(f"argument --output: {output} can't be a file")
-    text = "\n\n".join(report(options)) + "\n"
-    sys.stdout.write(text)
-    if output:
-        output.write_text(text, encoding="utf-8")
+    for name in ("output", "plot"):
+        path = getattr(options, name, None)
+        if path and (path.is_dir() or not path.parent.is_dir()):
+            parser.error(f"argument --{name}: {path} can't be a file")
+    if getattr(options, "plot", None) and not importlib.util.find_spec("matplotlib"):
+        parser.error("argument --plot: matplotlib isn't installed")
+    paragraphs = []
+    for paragraph in report(options):
+        separator = "\n" if paragraphs else ""
+        sys.stdout.write(f"{separator}{paragraph}\n")
+        sys.stdout.flush()
+        paragraphs.append(f"{separator}{paragraph}\n")
+    if options.output:
+        options.output.write_text("".join(paragraphs), encoding="utf-8")

@@ -70,10 +70,10 @@ def maybe_assert_sum(mask: torch.Tensor, expected: int, message: str) -> None:
 
 
 def stand_in(name: str, **attributes: Any) -> None:
-    sys.modules[name] = peers.module(name, **attributes)
+    sys.modules[name] = peers.new_module(name, **attributes)
 
 
-sys.modules.update((name, peers.sglang_package(name)) for name in PACKAGES)
+sys.modules.update((name, peers.package_of("sglang", name)) for name in PACKAGES)
 stand_in("sglang.srt.mem_cache.allocator", BaseTokenToKVPoolAllocator=object)
 stand_in("sglang.utils", logger=logging.getLogger("sglang"))
 stand_in("sglang.srt.utils", **dict.fromkeys(["is_hip", "is_npu", "is_xpu"], lambda: False))

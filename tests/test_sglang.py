@@ -149,7 +149,7 @@ class Plugins:
         )
 
     def module(self, name: str, **attributes: Any) -> None:
-        self.monkeypatch.setitem(sys.modules, name, peers.module(name, **attributes))
+        self.monkeypatch.setitem(sys.modules, name, peers.new_module(name, **attributes))
 
     def line(self) -> tuple[str, str]:
         """What the plugin logs: one line."""

@@ -457,6 +457,8 @@ def test_check_says_which_promise_is_broken() -> None:
         assert "2: items" in spoil(partial(put, items))
     assert "2: items" in spoil(lambda c: c._combined.clear())
     assert "2: items" in spoil(lambda c: c._combined.update({(5, 6): c._entries[1]}))
+    other = (result(10), int(ONE), 40, ONE.mm_hashes)
+    assert "2: items" in spoil(lambda c: c._combined.update({ONE.mm_hashes: other}))
 
     class TwoOrders(OrderedDict[int, EmbeddingResult]):
         def __reversed__(self) -> Any:
@@ -474,6 +476,14 @@ def tracked(cache_call: Callable[[], object]) -> EmbeddingResult:
     value = result(10)
     weakref.finalize(value.embedding, cache_call).atexit = False
     return value
+
+
+def test_the_books_are_right_when_a_replaced_entry_stores_its_successor() -> None:
+    cache = MultiModalStaticCache(1000)
+    assert cache.set(ONE, tracked(lambda: cache.set(OTHER, result(20))))
+    assert cache.set(OTHER, result(10))
+    cache.check()
+    assert cache.current_size == recount(cache) == 80
 
 
 def test_the_books_are_right_when_a_dropped_entry_calls_back() -> None:

@@ -27,11 +27,12 @@ Replacements = dict[int, Callable[[], torch.Tensor]]  # by the id of the tensor 
 def bytes_as_it_is(result: Any) -> int | None:
     """Returns the bytes of a result of the usual kind, or None: then ``plan_ownership`` decides.
 
-    The usual kind is one tensor that can be stored as it is. Each question to torch takes about
-    50 ns, which is much of the time of a ``set``. So this asks the fewest that tell, in one place.
+    The usual kind is one tensor that can be stored as it is. What this accepts is what
+    ``plan_ownership`` would neither replace nor refuse. Most of the time of a ``set`` goes into the
+    questions to torch, so this asks as few as tell.
     """
     cls = type(result)
-    if cls is not EmbeddingResult and not _is_record(cls):  # type: ignore[arg-type]  # hashable
+    if cls is not EmbeddingResult and not _holds_all_in_dict(cls):  # type: ignore[arg-type]
         return None
     attributes = result.__dict__
     tensor = attributes.get("embedding")
@@ -326,8 +327,8 @@ def _attributes(record: object) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=64)
-def _is_record(cls: type) -> bool:
-    """Whether all that an instance holds is in its ``__dict__``."""
+def _holds_all_in_dict(cls: type) -> bool:
+    """Whether all that an instance of the class holds is in its ``__dict__``."""
     return (
         cls.__dictoffset__ != 0
         and not issubclass(cls, (list, tuple, dict, type))

@@ -153,8 +153,9 @@ def split_key(mm_hash: SupportsIndex | None) -> tuple[int | None, tuple[int, ...
     """
     if mm_hash is None or type(mm_hash) is int:
         return mm_hash, None
-    items = mm_hash.mm_hashes if isinstance(mm_hash, CombinedHash) else None
-    return as_int("mm_hash", mm_hash), items
+    if isinstance(mm_hash, CombinedHash):
+        return int(mm_hash), mm_hash._mm_hashes
+    return as_int("mm_hash", mm_hash), None
 
 
 def item_keys(mm_hashes: Iterable[SupportsIndex | None] | None) -> tuple[int, ...] | None:

@@ -120,7 +120,7 @@ class MultiModalStaticCache(MultimodalCache):
             raise TypeError(f"on_evict must be callable, got {type(on_evict).__name__}")
         self.mm_cache: OrderedDict[int, EmbeddingResult] = OrderedDict()
         self._entries: dict[int, _Entry] = {}
-        self._combined: dict[tuple[int, ...], _Entry] = {}  # those whose items are known, by these
+        self._combined: dict[tuple[int, ...], _Entry] = {}  # those of lists, by their items
         self._current_size = 0
         self._max_size = _as_size(max_size)
         self._copy = copy
@@ -184,10 +184,11 @@ class MultiModalStaticCache(MultimodalCache):
         try:
             lock.acquire()
             entry = self._combined.get(items)  # type: ignore[arg-type]  # None is in no dict of tuples
-            if entry is None:
-                entry = self._entry_of_trusted_key(items)
-                if entry is None:
+            if entry is None:  # a plain int, which is trusted, may be the hash of these items
+                entry = self._entries.get(hash(items)) if items else None
+                if entry is None or entry[3] is not None:
                     self._misses += 1
+                    self._collisions += entry is not None
                     return None
             self._hits += 1
             self.mm_cache.move_to_end(entry[1])
@@ -219,15 +220,13 @@ class MultiModalStaticCache(MultimodalCache):
             lock.acquire()
             try:
                 entry = self._entries[mm_hash]
-            except (
-                KeyError
-            ):  # slower than to ask first, but only for misses, which pay for an encode
+            except KeyError:  # to raise it is slow, but a miss pays for an encode
                 self._misses += 1
                 return None
             self._hits += 1
             self.mm_cache.move_to_end(mm_hash)
         except KeyError:
-            pass
+            pass  # as in get
         finally:
             try:
                 lock.release()
@@ -278,7 +277,7 @@ class MultiModalStaticCache(MultimodalCache):
                 Entries may have been evicted; the cache is consistent.
         """
         key: int | None
-        if type(mm_hash) is int:
+        if type(mm_hash) is int:  # split_key, without a call
             key, items = mm_hash, None
         else:
             key, items = split_key(mm_hash)
@@ -403,7 +402,7 @@ class MultiModalStaticCache(MultimodalCache):
         with self._lock:
             entries = self._entries
             charged = [nbytes for _, _, nbytes, _ in entries.values()]
-            combined = {items: entry for entry in entries.values() if (items := entry[3])}
+            combined = {entry[3]: entry for entry in entries.values() if entry[3] is not None}
             order = list(self.mm_cache)
             promises = {
                 "1: current_size is the sum of what the entries are charged": (
@@ -413,7 +412,8 @@ class MultiModalStaticCache(MultimodalCache):
                 "2: what is held is what is charged": self.mm_cache.keys() == entries.keys()
                 and all(self.mm_cache[key] is entry[0] for key, entry in entries.items())
                 and all(key == entry[1] for key, entry in entries.items()),
-                "2: items stand under their hash": self._combined == combined
+                "2: items stand under their hash": self._combined.keys() == combined.keys()
+                and all(self._combined[items] is entry for items, entry in combined.items())
                 and all(hash(items) == entry[1] for items, entry in combined.items()),
                 "3: mm_cache has one order": order == list(reversed(self.mm_cache))[::-1],
             }
@@ -453,10 +453,11 @@ class MultiModalStaticCache(MultimodalCache):
         try:
             lock.acquire()
             while True:
-                collides = items is not None and self._collides(key, items)
+                present = key in self._entries
+                collides = present and self._collides(key, items)
                 if generation is not None and generation != self._generation:
                     return False
-                if key in self._entries and not collides:
+                if present and not collides:
                     self.mm_cache.move_to_end(key)
                     return True
                 self._collisions += collides
@@ -503,14 +504,6 @@ class MultiModalStaticCache(MultimodalCache):
         entry = self._entries.get(key)
         known = entry[3] if entry is not None else None
         return known != items and known is not None and items is not None
-
-    def _entry_of_trusted_key(self, items: _Items) -> _Entry | None:
-        """Returns the entry of a plain int that is the hash of these items, if there is one."""
-        entry = self._entries.get(hash(items)) if items else None
-        if entry is not None and entry[3] is not None:
-            self._collisions += 1
-            return None
-        return entry
 
     def _remove(self, key: int) -> _Entry | None:
         """Takes an entry out of the books and returns it.
