@@ -135,9 +135,8 @@ class Subject:
             self.cache.set(stored, self.new_results(1)[0])
         self._rng.shuffle(keys)
         self._visits = itertools.cycle(keys[:VISITED])
-        self.assert_full_and_fresh()
 
-    def assert_full_and_fresh(self) -> None:
+    def assert_it_works(self) -> None:
         """The cache holds as many entries as it has room for, and what comes is stored."""
         assert len(self.cache) == self.entries
         (key,) = self.new_keys(1)
@@ -216,7 +215,7 @@ def set_present(subject: Subject, calls: int) -> Calls:
 
 def set_evicting(subject: Subject, calls: int) -> Calls:
     """Calls of ``set`` that evict, and thereby free, one entry each."""
-    subject.assert_full_and_fresh()
+    assert len(subject.cache) == subject.entries
     return Calls(subject.cache.set, subject.new_keys(calls), subject.new_results(calls))
 
 
@@ -229,7 +228,7 @@ def set_combined(subject: Subject, calls: int) -> Calls:
 
 def set_row(subject: Subject, calls: int) -> Calls:
     """The same with rows of a batch, which ours and SGLang's copy out of it."""
-    subject.assert_full_and_fresh()
+    assert len(subject.cache) == subject.entries
     batch = torch.zeros(64, FLOATS)
     rows = (batch[number % len(batch)] for number in range(calls))
     results = [subject.implementation.new_result(row) for row in rows]
@@ -311,7 +310,7 @@ def measure(
         for subject in rng.sample(subjects, len(subjects)):
             operation.measure(subject, options)
     for subject in subjects:
-        subject.assert_full_and_fresh()
+        subject.assert_it_works()
     return subjects
 
 

@@ -605,6 +605,34 @@ def test_an_entry_freed_during_its_lookup_is_still_returned(get: Any) -> None:
     cache.check()
 
 
+def test_an_entry_stored_during_its_lookup_is_found() -> None:
+    class Late(dict[Any, Any]):
+        def get(self, items: Any, default: Any = None) -> Any:
+            found = super().get(items, default)
+            assert cache.set(ONE, result(10))
+            return found
+
+    cache = filled(120)
+    cache._combined = Late()
+    assert cache.get([5]) is cache.mm_cache[ONE]
+    assert deltas(filled(120).stats(), cache.stats()) == {"hits": 1, "insertions": 1}
+    cache.check()
+
+
+def test_an_entry_freed_while_its_items_are_compared_is_stored_anew() -> None:
+    class Freeing(MultiModalStaticCache):
+        def _collides(self, key: int, items: Any) -> bool:
+            collides = super()._collides(key, items)
+            self.clear()
+            return collides
+
+    cache = Freeing(120)
+    for _ in range(2):
+        assert cache.set(ONE, result(10)) is True
+        cache.check()
+    assert list(cache.mm_cache) == [ONE]
+
+
 @pytest.mark.parametrize("meddle", [lambda c: c.free(1), lambda c: c.clear()])
 def test_an_entry_freed_while_it_is_being_evicted_is_not_evicted_twice(meddle: Any) -> None:
     cache = filled(80, 1, 2)

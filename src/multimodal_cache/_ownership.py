@@ -34,11 +34,11 @@ def bytes_as_it_is(result: Any) -> int | None:
     cls = type(result)
     if cls is not EmbeddingResult and not _holds_all_in_dict(cls):  # type: ignore[arg-type]
         return None
-    attributes = result.__dict__
-    tensor = attributes.get("embedding")
-    if type(tensor) is not torch.Tensor or len(attributes) != 1:
-        return None
     try:
+        attributes = result.__dict__
+        tensor = attributes.get("embedding")
+        if type(tensor) is not torch.Tensor or len(attributes) != 1:
+            return None
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         if (
@@ -54,7 +54,7 @@ def bytes_as_it_is(result: Any) -> int | None:
             and tensor._base is None
         ):
             return nbytes
-    except RuntimeError:  # it has no storage (sparse, inside torch.func)
+    except (AttributeError, RuntimeError):  # no attributes; no storage (sparse, inside torch.func)
         pass
     return None
 

@@ -154,7 +154,7 @@ def split_key(mm_hash: SupportsIndex | None) -> tuple[int | None, tuple[int, ...
     if mm_hash is None or type(mm_hash) is int:
         return mm_hash, None
     if isinstance(mm_hash, CombinedHash):
-        return int(mm_hash), mm_hash._mm_hashes
+        return hash(mm_hash._mm_hashes), mm_hash._mm_hashes
     return as_int("mm_hash", mm_hash), None
 
 

@@ -186,7 +186,7 @@ class MultiModalStaticCache(MultimodalCache):
             entry = self._combined.get(items)  # type: ignore[arg-type]  # None is in no dict of tuples
             if entry is None:  # a plain int, which is trusted, may be the hash of these items
                 entry = self._entries.get(hash(items)) if items else None
-                if entry is None or entry[3] is not None:
+                if entry is None or entry[3] not in (None, items):
                     self._misses += 1
                     self._collisions += entry is not None
                     return None
@@ -340,15 +340,9 @@ class MultiModalStaticCache(MultimodalCache):
         For a weight update: a ``set`` with the generation of an encode that began before it
         is refused from now on.
         """
-        no_entries: dict[int, _Entry] = {}
-        none_combined: dict[tuple[int, ...], _Entry] = {}
         with self._lock:
-            dropped = list(self.mm_cache.values())
             self._generation += 1
-            self._current_size = 0
-            self._entries = no_entries
-            self._combined = none_combined
-            self.mm_cache.clear()
+            dropped = [self._remove(key) for key in list(self.mm_cache)]
         del dropped  # after the lock is released, since it can run finalizers
 
     def resize(self, max_size: int) -> None:
@@ -415,7 +409,8 @@ class MultiModalStaticCache(MultimodalCache):
                 "2: items stand under their hash": self._combined.keys() == combined.keys()
                 and all(self._combined[items] is entry for items, entry in combined.items())
                 and all(hash(items) == entry[1] for items, entry in combined.items()),
-                "3: mm_cache has one order": order == list(reversed(self.mm_cache))[::-1],
+                "3: mm_cache has one order": len(order) == len(self.mm_cache)
+                and order == list(reversed(self.mm_cache))[::-1],
             }
             broken = [promise for promise, kept in promises.items() if not kept]
         if broken:
@@ -453,11 +448,10 @@ class MultiModalStaticCache(MultimodalCache):
         try:
             lock.acquire()
             while True:
-                present = key in self._entries
-                collides = present and self._collides(key, items)
+                collides = items is not None and self._collides(key, items)
                 if generation is not None and generation != self._generation:
                     return False
-                if present and not collides:
+                if key in self._entries and not collides:
                     self.mm_cache.move_to_end(key)
                     return True
                 self._collisions += collides
