@@ -464,6 +464,11 @@ def test_check_says_which_promise_is_broken() -> None:
         def __reversed__(self) -> Any:
             return iter(self)
 
+    class Longer(OrderedDict[int, EmbeddingResult]):
+        def __len__(self) -> int:
+            return super().__len__() + 1
+
+    assert "3: " in spoil(lambda c: setattr(c, "mm_cache", Longer(c.mm_cache)))
     assert "3: " in spoil(lambda c: setattr(c, "mm_cache", TwoOrders(c.mm_cache)))
     assert "3: " in spoil(lambda c: setattr(c, "mm_cache", TwoOrders(reversed(c.mm_cache.items()))))
 
