@@ -448,7 +448,7 @@ class MultiModalStaticCache(MultimodalCache):
         try:
             lock.acquire()
             while True:
-                collides = items is not None and self._collides(key, items)
+                collides = items is not None and key in self._entries and self._collides(key, items)
                 if generation is not None and generation != self._generation:
                     return False
                 if key in self._entries and not collides:
