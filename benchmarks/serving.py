@@ -17,7 +17,7 @@ requests are served with the cache and the same ten without, in an order that is
 the next ten, so that a machine that slows down slows both. Requests per second are the median of
 the rounds and their quartiles; the ratio is the median of the ratios, round by round, with its
 quartiles; the ideal is 1 / (1 - hit rate). Nothing is evicted. At 0 % reuse the ratio says what the
-cache costs, which is less than the spread around an encoder of this size.
+cache costs. An encoder that is faster gains less and loses more.
 """
 
 from __future__ import annotations
