@@ -110,9 +110,8 @@ def test_serving_prints_its_tables_and_draws_them(tmp_path: Path) -> None:
     ("script", "bad"),
     [
         *(("lookup.py", bad) for bad in ("--rounds=1", "--calls=x", "--entries=0", "--output=/")),
-        *(("keys.py", bad) for bad in ("--rounds=1", "--max-megabytes=0")),
+        *(("keys.py", bad) for bad in ("--rounds=1", "--max-megabytes=0", "--plot=/")),
         ("memory.py", "--rows=0"),
-        ("serving.py", "--plot=/"),
     ],
 )
 def test_a_benchmark_says_in_one_line_what_is_wrong(script: str, bad: str) -> None:
