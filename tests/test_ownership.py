@@ -324,6 +324,69 @@ def test_all_tensors_of_a_subclass_are_charged() -> None:
     assert len(cache) == 0
 
 
+def made(cls: type, attributes: dict[str, Any]) -> Any:
+    instance = object.__new__(cls)
+    vars(instance).update(attributes)
+    return instance
+
+
+OWN_WAYS: dict[str, Callable[..., Any]] = {
+    "__new__": lambda cls, *_, **__: object.__new__(cls),
+    "__setattr__": object.__setattr__,
+    "__copy__": lambda self: made(type(self), vars(self)),
+    "__reduce__": lambda self: (made, (type(self), vars(self))),
+    "__reduce_ex__": lambda self, protocol: (made, (type(self), vars(self))),
+    "__getstate__": lambda self: vars(self).copy(),
+    "__setstate__": lambda self, state: vars(self).update(state),
+}
+
+
+@pytest.mark.parametrize("name", OWN_WAYS)
+def test_a_result_is_copied_in_its_own_way(name: str) -> None:
+    calls = []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return OWN_WAYS[name](*args, **kwargs)
+
+    own = type("Own", (EmbeddingResult,), {name: noted})
+    value = own(embedding=torch.arange(100.0)[:10])
+    calls.clear()
+    cache = MultiModalStaticCache(ROOMY)
+    assert cache.set(1, value)
+    assert calls
+    stored = cache.get_single(1)
+    assert type(stored) is own
+    assert (kept_bytes(stored), kept_bytes(value)) == (40, 400)
+
+
+def test_a_frozen_result_is_copied() -> None:
+    @dataclass(frozen=True)
+    class FrozenResult:
+        embedding: torch.Tensor
+
+    value = FrozenResult(torch.arange(100.0)[:10])
+    cache = MultiModalStaticCache(ROOMY)
+    assert cache.set(1, value)  # type: ignore[arg-type]
+    stored = cache.get_single(1)
+    assert type(stored) is FrozenResult
+    assert torch.equal(stored.embedding, value.embedding)
+    assert kept_bytes(stored) == 40
+
+
+def test_results_of_any_plain_class_are_copied_alike() -> None:
+    own = type("Own", (), {})
+    value = made(own, {"embedding": torch.arange(100.0)[:10]})
+    cache = MultiModalStaticCache(ROOMY)
+    assert cache.set(1, value)
+    stored = cache.get_single(1)
+    assert stored is not None
+    assert type(stored) is own
+    assert vars(stored).keys() == {"embedding"}
+    assert torch.equal(stored.embedding, value.embedding)
+    assert (kept_bytes(stored), kept_bytes(value)) == (40, 400)
+
+
 def test_a_tensor_in_a_slot_beside_the_attributes_is_charged() -> None:
     value = WithSlot(torch.zeros(10))
     value.mask = torch.zeros(5)

@@ -117,8 +117,9 @@ def replace_tensors(result: Any, replacements: Replacements) -> Any:
     """
     new = {key: replacement() for key, replacement in replacements.items()}
     if _is_plain(result):
-        (embedding,) = new.values()
-        return EmbeddingResult(embedding=embedding)
+        twin = object.__new__(type(result))
+        (twin.embedding,) = new.values()
+        return twin
     return _rebuild_record(result, new, {})
 
 
@@ -158,6 +159,8 @@ def _keeps_more_than_storage(tensor: torch.Tensor) -> bool:
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     source = tensor.detach() if tensor.requires_grad else tensor
     try:
+        if source.is_contiguous():
+            return source.clone()  # quicker than to ask for what it has
         return source.clone(memory_format=torch.contiguous_format)
     except NotImplementedError:  # the sub-byte dtypes can't be copied, but their bytes can
         as_bytes = source.view(torch.uint8)
@@ -188,7 +191,8 @@ def _tensors(result: Any) -> Collection[torch.Tensor]:
 
 def _is_plain(result: Any) -> bool:
     """Whether a result is of the usual kind, which needs no search and no care."""
-    return type(result) is EmbeddingResult and len(result.__dict__) == 1
+    cls = type(result)
+    return _copies_plainly(cls) and len(result.__dict__) == 1  # type: ignore[arg-type]
 
 
 def _describe(result: Any) -> str:
@@ -333,6 +337,18 @@ def _holds_all_in_dict(cls: type) -> bool:
         cls.__dictoffset__ != 0
         and not issubclass(cls, (list, tuple, dict, type))
         and not _slots(cls)  # type: ignore[arg-type]  # a class is hashable
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _copies_plainly(cls: type) -> bool:
+    """Whether to copy an instance of the class is to copy its ``__dict__``, and no more."""
+    names = (
+        *("__new__", "__setattr__", "__copy__"),
+        *("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
+    )
+    return _holds_all_in_dict(cls) and all(
+        getattr(cls, name, None) is getattr(object, name, None) for name in names
     )
 
 

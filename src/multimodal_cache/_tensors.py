@@ -45,11 +45,11 @@ def require_memory(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
     Raises:
         TypeError: The tensor reaches beyond the end of its storage.
     """
-    reach = tensor.numel()
+    reach = tensor.nbytes
     if reach and not tensor.is_contiguous():
         steps = zip(tensor.shape, tensor.stride(), strict=True)
-        reach = 1 + sum((n - 1) * step for n, step in steps)
-    needed = (tensor.storage_offset() + reach) * tensor.element_size()
+        reach = (1 + sum((n - 1) * step for n, step in steps)) * tensor.itemsize
+    needed = tensor.storage_offset() * tensor.itemsize + reach
     if reach and needed > storage.nbytes():
         raise TypeError(
             f"tensors must have their memory, got one that needs {needed} bytes of a storage of "
