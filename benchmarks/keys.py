@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import math
 import random
 import statistics
@@ -137,12 +138,15 @@ def rows(size: int, samples: Samples) -> Iterator[tuple[str, ...]]:
 def draw(by_size: dict[int, Samples], path: Path) -> None:
     """Draws the speeds over the size."""
     with plot(path) as axes:
+        megabytes = [size / 1e6 for size in by_size]
+        bare = itertools.cycle(("k--", "k-.", "k:"))
         for name in next(iter(by_size.values())):
             speeds = [size / statistics.median(each[name]) / 1e9 for size, each in by_size.items()]
-            style = "o-" if name.startswith("`") else "k--"
-            axes.plot([size / 1e6 for size in by_size], speeds, style, label=name.replace("`", ""))
-        axes.set(xlabel="size of the input, MB", ylabel="GB/s")
-        axes.set_xscale("log")
+            style = "o-" if name.startswith("`") else next(bare)
+            axes.plot(megabytes, speeds, style, label=name.replace("`", ""))
+        axes.set(xlabel="size of the input, MB", ylabel="GB/s", xscale="log")
+        axes.set_xticks(megabytes, [f"{each:g}" for each in megabytes])
+        axes.minorticks_off()
 
 
 def compare_small(rounds: int, calls: int, rng: random.Random) -> Iterator[tuple[str, ...]]:

@@ -13,7 +13,7 @@ How to read it: a cell such as ``237 (231-245)`` is nanoseconds per call, the me
 and their quartiles. In a round each cache makes ``--calls`` calls in a row, in an order of caches
 that is drawn anew, so that a machine that slows down slows all of them. Where the quartiles are far
 apart the machine was busy: run it again. "p99" is the 99th percentile of a tenth as many calls that
-are timed one by one, clock included (some 50 ns), the median over the rounds. "Times the reference"
+are timed one by one, clock included (some 50 ns), the median over the rounds. "Time / SGLang's"
 is the median over the rounds of the time divided by the reference's in the same round, so it
 suffers less from drift than the times do. All times include the loop that makes the calls, of a few
 ns a call, and for ``set`` the drop of the result that leaves the cache or doesn't get in.
@@ -326,7 +326,7 @@ def compare(found: Sequence[Implementation], options: argparse.Namespace) -> str
             relative = ratio(subject.samples, reference.samples) if reference else "-"
             p99 = f"{statistics.median(subject.p99s):.0f}"
             rows.append((operation.name, name, spread(subject.samples), p99, relative))
-    return table(("Operation", "Cache", "ns per call", "p99", "Times the reference"), rows)
+    return table(("Operation", "Cache", "ns per call", "p99", "Time / SGLang's"), rows)
 
 
 def compare_sizes(found: Sequence[Implementation], options: argparse.Namespace) -> str:
