@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from support import EncoderOfNumbers, numbers
 
 from multimodal_cache import CachedEncoder, EmbeddingResult, MultiModalStaticCache
-from multimodal_cache.encoder import _Call
+from multimodal_cache.encoder import _Call, _without_grad
 
 LIMIT = 60
 
@@ -461,6 +461,52 @@ def test_a_coroutine_function_encodes_without_gradients_and_lets_others_have_the
 
     limited(main())
     assert encode.grad_modes == [False] * 4
+
+
+class Asks:
+    """An awaitable that is told something, and then fails, without gradients all along."""
+
+    def __await__(self) -> Iterator[str]:
+        assert not torch.is_grad_enabled()
+        answer = yield "what?"
+        assert not torch.is_grad_enabled()
+        try:
+            yield f"{answer}?"
+        except OSError:
+            assert not torch.is_grad_enabled()
+            return "done"
+
+
+class Plain:
+    """An awaitable without ``send`` and ``throw``."""
+
+    def __await__(self) -> Iterator[str]:
+        return iter(["what?"])
+
+
+async def awaits(awaitable: Any) -> Any:
+    return await _without_grad(awaitable)
+
+
+def test_awaiting_without_gradients_is_like_awaiting() -> None:
+    task = awaits(Asks())
+    assert task.send(None) == "what?"
+    assert torch.is_grad_enabled()
+    assert task.send("this") == "this?"
+    assert torch.is_grad_enabled()
+    with pytest.raises(StopIteration) as stop:
+        task.throw(OSError("no such image"))
+    assert stop.value.value == "done"
+
+
+def test_what_can_not_be_thrown_into_is_left() -> None:
+    task = awaits(Plain())
+    assert task.send(None) == "what?"
+    with pytest.raises(OSError, match="no such image"):
+        task.throw(OSError("no such image"))
+    task = awaits(Plain())
+    task.send(None)
+    task.close()
 
 
 def test_a_coroutine_function_outlives_its_caller_and_its_errors_are_shared() -> None:

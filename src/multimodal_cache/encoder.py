@@ -566,7 +566,31 @@ def _loop_is_running() -> bool:
 
 
 @types.coroutine
-@torch.no_grad()
 def _without_grad(awaitable: Awaitable[Any]) -> Generator[Any, Any, Any]:
-    """Awaits without gradients, and with them for other tasks while it is suspended."""
-    return (yield from awaitable.__await__())
+    """Awaits without gradients, and with them for other tasks while it is suspended.
+
+    It is ``yield from``, step by step. (``torch.no_grad`` decorates generators too, but throws
+    into them in a way that Python 3.12 has deprecated.)
+    """
+    steps: Any = awaitable.__await__()
+    answer: Any = None
+    error: BaseException | None = None
+    while True:
+        try:
+            with torch.no_grad():
+                if error is not None:
+                    request = steps.throw(error)
+                elif answer is None:
+                    request = next(steps)
+                else:
+                    request = steps.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        finally:
+            error = None  # its traceback holds this frame
+        try:
+            answer = yield request
+        except BaseException as thrown:
+            if not hasattr(steps, "throw"):
+                raise
+            error = thrown
