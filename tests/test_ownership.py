@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from support import UNCOUNTABLE, kept_bytes, keys, recount, result
 
 from multimodal_cache import EmbeddingResult, EmbeddingTypeError, MultiModalStaticCache
+from multimodal_cache._ownership import _plan_with_care, plan_ownership
 
 ROOMY = 10**9
 
@@ -385,6 +386,36 @@ def test_results_of_any_plain_class_are_copied_alike() -> None:
     assert vars(stored).keys() == {"embedding"}
     assert torch.equal(stored.embedding, value.embedding)
     assert (kept_bytes(stored), kept_bytes(value)) == (40, 400)
+
+
+TENSORS: dict[str, Callable[[], torch.Tensor]] = {
+    **{
+        name: lambda make=make: make(torch.arange(32.0).reshape(8, 4))
+        for name, make in WHOLE.items()
+    },
+    **{
+        name: lambda make=make: make(torch.arange(32.0).reshape(8, 4))
+        for name, make in PARTS.items()
+    },
+    **{name: lambda make=make: make()[1] for name, make in FOREIGN.items()},
+    **UNCOUNTABLE,
+}
+
+
+@pytest.mark.parametrize("kind", TENSORS)
+@pytest.mark.parametrize("make", [EmbeddingResult, SimpleNamespace])
+def test_the_quick_way_is_that_with_care(kind: str, make: Callable[..., Any]) -> None:
+    def plan(way: Callable[..., Any]) -> Any:
+        try:
+            nbytes, replacements = way(value, copy_all=False)
+        except EmbeddingTypeError as error:
+            return str(error)
+        return nbytes, list(replacements)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        value = make(embedding=TENSORS[kind]())
+    assert plan(plan_ownership) == plan(_plan_with_care)
 
 
 def test_a_tensor_in_a_slot_beside_the_attributes_is_charged() -> None:

@@ -24,41 +24,6 @@ T = TypeVar("T")
 Replacements = dict[int, Callable[[], torch.Tensor]]  # by the id of the tensor replaced
 
 
-def bytes_as_it_is(result: Any) -> int | None:
-    """Returns the bytes of a result of the usual kind, or None: then ``plan_ownership`` decides.
-
-    The usual kind is one tensor that can be stored as it is. What this accepts is what
-    ``plan_ownership`` would neither replace nor refuse. Most of the time of a ``set`` goes into the
-    questions to torch, so this asks as few as tell.
-    """
-    cls = type(result)
-    if cls is not EmbeddingResult and not _holds_all_in_dict(cls):  # type: ignore[arg-type]
-        return None
-    try:
-        attributes = result.__dict__
-        tensor = attributes.get("embedding")
-        if type(tensor) is not torch.Tensor or len(attributes) != 1:
-            return None
-        storage = tensor.untyped_storage()
-        nbytes = storage.nbytes()
-        if (
-            nbytes == tensor.nbytes
-            and storage.data_ptr()  # neither freed nor without memory (meta, a stand-in)
-            and storage.resizable()
-            and not (storage.is_shared() and tensor.is_cpu)
-            and not tensor.is_quantized
-            and not tensor.is_nested
-            and not tensor.requires_grad
-            and tensor.grad is None
-            and not tensor.__dict__
-            and tensor._base is None
-        ):
-            return nbytes
-    except (AttributeError, RuntimeError):  # no attributes; no storage (sparse, inside torch.func)
-        pass
-    return None
-
-
 def plan_ownership(result: Any, *, copy_all: bool) -> tuple[int, Replacements]:
     """Plans how to store a result; changes nothing.
 
@@ -80,6 +45,36 @@ def plan_ownership(result: Any, *, copy_all: bool) -> tuple[int, Replacements]:
         EmbeddingTypeError: ``result`` isn't such an object, or has a tensor whose memory
             can't be counted, or can't be rebuilt with other tensors where it must be.
     """
+    # First the usual result, one tensor that can be stored as it is. Most of the time of a `set`
+    # goes into questions to torch, so here are as few as tell; what they leave takes more care.
+    cls = type(result)
+    if not copy_all and (cls is EmbeddingResult or _holds_all_in_dict(cls)):  # type: ignore[arg-type]
+        try:
+            attributes = result.__dict__
+            tensor = attributes.get("embedding")
+            if type(tensor) is torch.Tensor and len(attributes) == 1:
+                storage = tensor.untyped_storage()
+                nbytes = storage.nbytes()
+                if (
+                    nbytes == tensor.nbytes
+                    and storage.data_ptr()  # neither freed nor without memory (meta, a stand-in)
+                    and storage.resizable()
+                    and not (storage.is_shared() and tensor.is_cpu)
+                    and not tensor.is_quantized
+                    and not tensor.is_nested
+                    and not tensor.requires_grad
+                    and tensor.grad is None
+                    and not tensor.__dict__
+                    and tensor._base is None
+                ):
+                    return nbytes, {}
+        except (AttributeError, RuntimeError):  # no attributes; no storage (sparse, torch.func)
+            pass
+    return _plan_with_care(result, copy_all)
+
+
+def _plan_with_care(result: Any, copy_all: bool) -> tuple[int, Replacements]:
+    """Plans for results of all kinds."""
     total = 0
     replacements: Replacements = {}
     kept = set()
@@ -94,7 +89,7 @@ def plan_ownership(result: Any, *, copy_all: bool) -> tuple[int, Replacements]:
         except TypeError as error:
             raise EmbeddingTypeError(f"embedding can't be cached: {error}") from None
         if copied:
-            replacements[id(tensor)] = functools.partial(_copy, tensor)
+            replacements[id(tensor)] = functools.partial(copy_out, tensor)
         else:
             if _keeps_more_than_storage(tensor):
                 replacements[id(tensor)] = tensor.detach
@@ -156,7 +151,8 @@ def _keeps_more_than_storage(tensor: torch.Tensor) -> bool:
     )
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def copy_out(tensor: torch.Tensor) -> torch.Tensor:
+    """Copies a tensor into memory of its own, contiguous, without a graph."""
     source = tensor.detach() if tensor.requires_grad else tensor
     try:
         if source.is_contiguous():
@@ -172,11 +168,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _tensors(result: Any) -> Collection[torch.Tensor]:
     """Returns the distinct tensors of a result."""
-    if _is_plain(result):
-        attributes = result.__dict__
-    elif isinstance(result, (list, tuple, dict, type)):
-        attributes = {}  # what they hold beside their attributes would go uncounted
-    else:
+    attributes = {}
+    if not isinstance(result, (list, tuple, dict, type)):  # these would hold more, uncounted
         attributes = _attributes(result)
     embedding = attributes.get("embedding")
     if not isinstance(embedding, torch.Tensor):
@@ -343,13 +336,15 @@ def _holds_all_in_dict(cls: type) -> bool:
 @functools.lru_cache(maxsize=64)
 def _copies_plainly(cls: type) -> bool:
     """Whether to copy an instance of the class is to copy its ``__dict__``, and no more."""
-    names = (
-        *("__new__", "__setattr__", "__copy__"),
-        *("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
-    )
     return _holds_all_in_dict(cls) and all(
-        getattr(cls, name, None) is getattr(object, name, None) for name in names
+        getattr(cls, name, None) is getattr(object, name, None) for name in _COPYING
     )
+
+
+_COPYING = [
+    "__copy__", "__getstate__", "__new__", "__reduce__", "__reduce_ex__", "__setattr__",
+    "__setstate__",
+]  # fmt: skip
 
 
 @functools.lru_cache(maxsize=64)

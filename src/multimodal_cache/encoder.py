@@ -16,6 +16,7 @@ from typing import Any, SupportsIndex, TypeAlias, TypeVar
 import torch
 
 from multimodal_cache._outputs import as_rows, split_output
+from multimodal_cache._ownership import copy_out
 from multimodal_cache.base import (
     EmbeddingResult,
     MultimodalCache,
@@ -466,10 +467,7 @@ class _Call:
         """Copies each embedding, so that none keeps a batch, a graph or a reused buffer."""
         lengths = [want.length for want in self.claimed]
         with torch.inference_mode(mode=False), torch.no_grad():  # others may not be in that mode
-            return [
-                rows.detach().clone(memory_format=torch.contiguous_format)
-                for rows in split_output(output, lengths)
-            ]
+            return [copy_out(rows) for rows in split_output(output, lengths)]
 
     def _store_and_land(self, embeddings: list[torch.Tensor]) -> None:
         for want, embedding in zip(self.claimed, embeddings, strict=True):

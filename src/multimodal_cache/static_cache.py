@@ -10,12 +10,7 @@ from typing import NoReturn, SupportsIndex
 
 import torch
 
-from multimodal_cache._ownership import (
-    Replacements,
-    bytes_as_it_is,
-    plan_ownership,
-    replace_tensors,
-)
+from multimodal_cache._ownership import Replacements, plan_ownership, replace_tensors
 from multimodal_cache.base import (
     CombinedHash,
     EmbeddingResult,
@@ -281,10 +276,7 @@ class MultiModalStaticCache(MultimodalCache):
             key, items = mm_hash, None
         else:
             key, items = split_key(mm_hash)
-        nbytes = None if self._copy else bytes_as_it_is(embedding)
-        replacements: Replacements = {}
-        if nbytes is None:
-            nbytes, replacements = plan_ownership(embedding, copy_all=self._copy)
+        nbytes, replacements = plan_ownership(embedding, copy_all=self._copy)
         if generation is not None:
             generation = as_int("generation", generation)
         if key is None:
