@@ -32,8 +32,7 @@ import math
 import random
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,32 +40,25 @@ import numpy as np
 import torch
 from blake3 import blake3
 from PIL import Image
-from reporting import QUARTILES, Parser, conditions, plot, ratio, run, spread, table
+from reporting import (
+    QUARTILES,
+    Calls,
+    Parser,
+    Samples,
+    conditions,
+    plot,
+    ratio,
+    run,
+    spread,
+    table,
+    take_turns,
+)
 
 from multimodal_cache import hash_feature, keys
 
 MEGABYTES = (0.2, 3, 12, 64)
 MEBIBYTES = (1, 2, 4, 8, 16, 32)
 BATCH_BYTES = 24 * 2**20
-
-Calls = tuple[Callable[[Any], object], Sequence[Any]]
-"""A function, and the arguments with which it is called one after another."""
-
-Samples = dict[str, list[float]]
-"""Seconds a call, round by round."""
-
-
-def measure(subjects: dict[str, Calls], rounds: int, rng: random.Random) -> Samples:
-    """Times the calls of each subject, round by round."""
-    samples: Samples = {name: [] for name in subjects}
-    for _ in range(rounds):
-        for name in rng.sample(sorted(subjects), len(subjects)):
-            function, arguments = subjects[name]
-            start = time.perf_counter()
-            for argument in arguments:
-                function(argument)
-            samples[name].append((time.perf_counter() - start) / len(arguments))
-    return samples
 
 
 def speed(size: int, seconds: Sequence[float]) -> str:
@@ -123,7 +115,7 @@ def measure_size(size: int, rounds: int, rng: random.Random) -> Samples:
         "BLAKE3, all threads": (blake3_on_all_threads, data),
         "SHA-256": (sha256, data),
     }
-    return measure(subjects, rounds, rng)
+    return take_turns(subjects, rounds, rng)
 
 
 def rows(size: int, samples: Samples) -> Iterator[tuple[str, ...]]:
@@ -161,7 +153,7 @@ def compare_small(rounds: int, calls: int, rng: random.Random) -> Iterator[tuple
     subjects: dict[str, Calls] = {
         name: (hash_feature, [each] * calls) for name, each in inputs.items()
     }
-    samples = measure(subjects, rounds, rng)
+    samples = take_turns(subjects, rounds, rng)
     for name, each in inputs.items():
         microseconds = [seconds * 1e6 for seconds in samples[name]]
         yield name, f"`{type(each).__name__}`", spread(microseconds, digits=1)
@@ -172,7 +164,7 @@ def compare_threads(size: int, rounds: int, rng: random.Random) -> tuple[str, ..
     data = [bytearray(rng.randbytes(size)) for _ in range(max(1, BATCH_BYTES // size))]
     functions = (blake3_on_one_thread, blake3_on_all_threads)
     subjects: dict[str, Calls] = {each.__name__: (each, data) for each in functions}
-    samples = measure({**subjects, "other work": (sha256, data)}, rounds, rng)
+    samples = take_turns({**subjects, "other work": (sha256, data)}, rounds, rng)
     one, all_ = (samples[name] for name in subjects)
     used = "all" if size >= keys.PARALLEL_BYTES else "one"
     return f"{size / 2**20:g} MiB", used, speed(size, one), speed(size, all_), ratio(one, all_)

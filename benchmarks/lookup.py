@@ -171,6 +171,7 @@ def collector_off() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+        gc.unfreeze()
 
 
 def get(subject: Subject, calls: int) -> Calls:

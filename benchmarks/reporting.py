@@ -1,4 +1,4 @@
-"""What the benchmarks share: their options, and how they print what they measured."""
+"""What the benchmarks share: their options, how they take turns, and how they print."""
 
 from __future__ import annotations
 
@@ -7,15 +7,36 @@ import contextlib
 import importlib.util
 import os
 import platform
+import random
 import shlex
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
 QUARTILES = "median (quartiles)"
+
+Calls = tuple[Callable[[Any], object], Sequence[Any]]
+"""A function, and the arguments with which it is called one after another."""
+
+Samples = dict[str, list[float]]
+"""Seconds a call, round by round."""
+
+
+def take_turns(subjects: dict[str, Calls], rounds: int, rng: random.Random) -> Samples:
+    """Times the calls of each subject, round by round, in an order that is drawn anew."""
+    samples: Samples = {name: [] for name in subjects}
+    for _ in range(rounds):
+        for name in rng.sample(sorted(subjects), len(subjects)):
+            function, arguments = subjects[name]
+            start = time.perf_counter()
+            for argument in arguments:
+                function(argument)
+            samples[name].append((time.perf_counter() - start) / len(arguments))
+    return samples
 
 
 def spread(samples: Sequence[float], digits: int = 0) -> str:

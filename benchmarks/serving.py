@@ -34,7 +34,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from reporting import QUARTILES, Parser, conditions, plot, run, spread, table
+from reporting import (
+    QUARTILES,
+    Calls,
+    Parser,
+    conditions,
+    plot,
+    run,
+    spread,
+    table,
+    take_turns,
+)
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from multimodal_cache import CachedEncoder, MultiModalStaticCache
@@ -214,23 +224,19 @@ def overhead(rng: random.Random) -> Iterator[tuple[str, ...]]:
     items, keys = [None] * ITEMS, [*range(ITEMS)]
     cached(items, keys)
 
-    def look_up() -> None:
+    def look_up(keys: list[int]) -> None:
         for key in keys:
             cache.get_single(key)
 
-    functions = {"the call": lambda: cached(items, keys), "`get_single` of each": look_up}
-    samples: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(CALL_ROUNDS):
-        for name in rng.sample(sorted(functions), len(functions)):
-            function = functions[name]
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                function()
-            samples[name].append((time.perf_counter() - start) / CALLS * 1e6)
+    subjects: dict[str, Calls] = {
+        "the call": (lambda keys: cached(items, keys), [keys] * CALLS),
+        "`get_single` of each": (look_up, [keys] * CALLS),
+    }
+    samples = take_turns(subjects, CALL_ROUNDS, rng)
     call, single = samples.values()
     samples["the call beyond that"] = [one - other for one, other in zip(call, single, strict=True)]
-    for name, microseconds in samples.items():
-        yield name, str(ITEMS), spread(microseconds, digits=1)
+    for name, seconds in samples.items():
+        yield name, str(ITEMS), spread([each * 1e6 for each in seconds], digits=1)
 
 
 def draw(streams: list[Stream], path: Path) -> None:
