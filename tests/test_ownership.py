@@ -391,11 +391,7 @@ def test_results_of_any_plain_class_are_copied_alike() -> None:
 TENSORS: dict[str, Callable[[], torch.Tensor]] = {
     **{
         name: lambda make=make: make(torch.arange(32.0).reshape(8, 4))
-        for name, make in WHOLE.items()
-    },
-    **{
-        name: lambda make=make: make(torch.arange(32.0).reshape(8, 4))
-        for name, make in PARTS.items()
+        for name, make in {**WHOLE, **PARTS}.items()
     },
     **{name: lambda make=make: make()[1] for name, make in FOREIGN.items()},
     **UNCOUNTABLE,

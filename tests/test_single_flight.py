@@ -42,6 +42,11 @@ class GatedEncoder(EncoderOfNumbers):
                 raise self.fail.pop(feature)
         return output
 
+    async def begins(self) -> None:
+        """Waits, on an event loop, until an encode has begun."""
+        while not self.begun.acquire(blocking=False):
+            await asyncio.sleep(0)
+
 
 class WaitingFlights(dict[int, Any]):
     """A table of flights that says when somebody finds one in it."""
@@ -402,8 +407,7 @@ def test_a_cancelled_task_does_not_cancel_the_encode() -> None:
 
     async def main() -> None:
         leader = asyncio.ensure_future(encoder.encode_async([1], [1]))
-        while not encode.begun.acquire(blocking=False):
-            await asyncio.sleep(0)
+        await encode.begins()
         waiter = asyncio.ensure_future(encoder.encode_async([1], [1]))
         patient = asyncio.ensure_future(encoder.encode_async([1], [1]))
         await asyncio.sleep(0)
@@ -599,8 +603,7 @@ def test_a_loop_that_ends_during_a_plain_encode_leaves_nothing_behind() -> None:
 
     async def main() -> None:
         task = asyncio.ensure_future(encoder.encode_async([1], [1]))
-        while not encode.begun.acquire(blocking=False):
-            await asyncio.sleep(0)
+        await encode.begins()
         task.cancel()
 
     limited(main())
