@@ -137,7 +137,9 @@ def test_an_error_goes_to_those_who_wait_and_is_not_remembered() -> None:
         others = [run(encoder, [1]) for _ in range(3)]
         joined(encoder, 3)
         encode.gate.set()
-        assert all(future.exception(LIMIT) is error for future in (first, *others))
+        assert first.exception(LIMIT) is error
+        for other in others:
+            assert repr(other.exception(LIMIT)) == repr(error)
         assert numbers(encoder([1])) == [1]
     assert encode.calls == [[1], [1]]
     assert encoder.stats().failures == 1
@@ -182,7 +184,7 @@ def test_an_error_about_a_length_is_not_shared_with_other_lengths() -> None:
         joined(encoder, 2)
         encode.gate.set()
         assert isinstance(wrong.exception(LIMIT), ValueError)
-        assert same.exception(LIMIT) is wrong.exception(LIMIT)
+        assert str(same.exception(LIMIT)) == str(wrong.exception(LIMIT))
         assert numbers(right.result(LIMIT)) == [1]
 
 
@@ -489,7 +491,7 @@ class Plain:
 
 
 async def awaits(awaitable: Any) -> Any:
-    return await _without_grad(awaitable)
+    return await _without_grad(awaitable, set())
 
 
 def test_awaiting_without_gradients_is_like_awaiting() -> None:
@@ -525,7 +527,9 @@ def test_a_coroutine_function_outlives_its_caller_and_its_errors_are_shared() ->
         encode.gates[0].set_exception(OSError("no such image"))
         await asyncio.wait(tasks)
         assert tasks[0].cancelled()
-        assert tasks[1].exception() is tasks[2].exception() is not None
+        for task in tasks[1:]:
+            with pytest.raises(OSError, match="no such image"):
+                task.result()
         again = asyncio.ensure_future(encoder.encode_async([1], [1]))
         await settle()
         encode.gates[1].set_result(None)
