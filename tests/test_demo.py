@@ -286,6 +286,8 @@ def test_the_library_imports_nothing_but_its_dependencies() -> None:
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     own = [
         "",
+        "._images",
+        "._orientation",
         "._outputs",
         "._ownership",
         "._tensors",

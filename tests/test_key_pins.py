@@ -18,7 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
-from multimodal_cache import hash_feature, keys
+from multimodal_cache import _images, hash_feature, keys
 
 KNOWN = Path(__file__).with_name("known_keys.txt")
 
@@ -167,7 +167,7 @@ def images() -> Named:
             yield f"image {mode} {size}", picture(mode, size)
     for size in ((0, 0), (0, 3), (3, 0), (1, 3)):
         yield f"image empty {size}", Image.new("L", size)
-    for pixels in (keys.STRIP_PIXELS - 1, keys.STRIP_PIXELS, keys.STRIP_PIXELS + 1):
+    for pixels in (_images.STRIP_PIXELS - 1, _images.STRIP_PIXELS, _images.STRIP_PIXELS + 1):
         yield f"image tall {pixels}", picture("L", (1, pixels))
         yield f"image wide {pixels}", picture("RGB", (pixels, 1))
     for mode in ("1", "P", "RGB", "RGBA", "I", "I;16", "F"):
