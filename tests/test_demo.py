@@ -287,7 +287,9 @@ def test_the_library_imports_nothing_but_its_dependencies() -> None:
     own = [
         "",
         "._errors",
+        "._images",
         "._modes",
+        "._orientation",
         "._outputs",
         "._ownership",
         "._tensors",
