@@ -7,84 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from encoders import (
+    LIMIT,
+    AsyncEncoder,
+    GatedEncoder,
+    WaitingFlights,
+    gated,
+    joined,
+    limited,
+    settle,
+    wait_for,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from support import EncoderOfNumbers, numbers
 
 from multimodal_cache import CachedEncoder, EmbeddingResult, MultiModalStaticCache
 from multimodal_cache.encoder import _Call, _without_grad
-
-LIMIT = 60
-
-
-class GatedEncoder(EncoderOfNumbers):
-    """Encodes when it is told to; ``fail`` holds what it is to raise once, by feature."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun = threading.Semaphore(0)
-        self.gate = threading.Event()
-        self.fail: dict[float, BaseException] = {}
-
-    def __call__(self, features: list[Any]) -> torch.Tensor:
-        output = super().__call__(features)
-        self.begun.release()
-        assert self.gate.wait(LIMIT)
-        for feature in features:
-            if feature in self.fail:
-                raise self.fail.pop(feature)
-        return output
-
-    async def begins(self) -> None:
-        """Waits, on an event loop, until an encode has begun."""
-        while not self.begun.acquire(blocking=False):
-            await asyncio.sleep(0)
-
-
-class WaitingFlights(dict[int, Any]):
-    """A table of flights that says when somebody finds one in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.joined = threading.Semaphore(0)
-
-    def get(self, key: int, default: Any = None) -> Any:
-        found = super().get(key, default)
-        if found is not None:
-            self.joined.release()
-        return found
-
-
-@contextmanager
-def gated(max_size: int = 10_000) -> Iterator[tuple[CachedEncoder, GatedEncoder, Any]]:
-    """Yields an encoder whose encode waits, that encode, and a function that runs in a thread."""
-    encode = GatedEncoder()
-    encoder = CachedEncoder(MultiModalStaticCache(max_size), encode, key=int)
-    encoder._flights = WaitingFlights()
-    with ThreadPoolExecutor(32) as pool:
-        try:
-            yield encoder, encode, pool.submit
-        finally:
-            encode.gate.set()
-
-
-def wait_for(semaphore: threading.Semaphore, count: int = 1) -> None:
-    for _ in range(count):
-        assert semaphore.acquire(timeout=LIMIT)
-
-
-def joined(encoder: CachedEncoder, count: int = 1) -> None:
-    flights = encoder._flights
-    assert isinstance(flights, WaitingFlights)
-    wait_for(flights.joined, count)
-
 
 # Threads
 
@@ -362,10 +307,6 @@ def test_a_landing_that_is_interrupted_goes_on() -> None:
 # asyncio
 
 
-def limited(main: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(main, LIMIT))
-
-
 @pytest.mark.parametrize("count", [40, 1000])
 def test_many_tasks_that_want_one_image_encode_it_once(count: int) -> None:
     """And the loop stays responsive, and no thread is parked for each."""
@@ -425,30 +366,6 @@ def test_a_cancelled_task_does_not_cancel_the_encode() -> None:
     assert encode.calls == [[1]]
     assert encoder._flights == {}
     assert encoder._cache.get_single(1) is not None
-
-
-class AsyncEncoder(EncoderOfNumbers):
-    """A coroutine function whose encodes end when their gate is opened."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gates: list[asyncio.Future[None]] = []
-        self.grad_modes: list[bool] = []
-
-    async def __call__(self, features: list[Any]) -> torch.Tensor:  # type: ignore[override]
-        gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.gates.append(gate)
-        output = super().__call__(features)
-        self.grad_modes.append(torch.is_grad_enabled())
-        await gate
-        self.grad_modes.append(torch.is_grad_enabled())
-        return output
-
-
-async def settle() -> None:
-    """Lets all tasks go on until each waits for something."""
-    for _ in range(20):
-        await asyncio.sleep(0)
 
 
 def test_a_coroutine_function_encodes_without_gradients_and_lets_others_have_them() -> None:
