@@ -806,3 +806,36 @@ def test_any_view_is_charged_what_it_keeps(
     cache, stored = store(tensor, copy=copy)
     assert cache.current_size == kept_bytes(stored) == logical
     assert torch.equal(stored, tensor)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x * 2,
+        lambda x: (x * 2).view(-1),
+        lambda x: x.view(-1),
+        lambda x: (x * 2).T,
+        lambda x: x[1:],
+        lambda x: (x[:1] * 1).expand(5, 4),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # torch warns about itself
+def test_inside_torch_compile(make: Callable[[torch.Tensor], torch.Tensor], backend: str) -> None:
+    cache = MultiModalStaticCache(10_000)
+
+    @torch.compile(backend=backend)
+    def store(x: torch.Tensor, key: int) -> torch.Tensor:
+        cache.set(key, EmbeddingResult(embedding=make(x)))
+        found = cache.get_single(key)
+        assert found is not None
+        return found.embedding + 1
+
+    x = torch.arange(12.0).reshape(3, 4)
+    try:
+        for key in (1, 2):
+            assert torch.equal(store(x, key), make(x) + 1)
+    finally:
+        torch.compiler.reset()  # type: ignore[no-untyped-call]
+    assert cache.current_size == recount(cache)
+    cache.check()

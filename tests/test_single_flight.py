@@ -194,6 +194,8 @@ def test_a_call_inside_encode_that_would_wait_is_an_error() -> None:
             (nested,) = encoder([2])  # goes
             return nested[0, 0].item()
         if feature == 3:
+            encoder([2])  # a hit, or an encode of its own
+            encoder([4])
             encoder([3])
         return feature
 
