@@ -20,18 +20,19 @@ def run(main: Callable[[], int]) -> NoReturn:
     """
     try:
         try:
-            sys.exit(main())
+            status = main()
         finally:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()  # at exit it would be too late to catch what that raises
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        status = INTERRUPTED
     except BrokenPipeError:
+        status = PIPE_CLOSED
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (sys.stdout, sys.stderr):  # which Python will try to flush again
             os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
-        sys.exit(PIPE_CLOSED)
+    sys.exit(status)
 
 
 def end_if_starting() -> None:
