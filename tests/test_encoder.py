@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
+import copy
+import functools
 import gc
+import pickle
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -78,6 +82,18 @@ def test_given_keys_come_first() -> None:
 
 # What encode may return
 
+
+class Output(NamedTuple):
+    """As an encoder returns that has more than one thing to say."""
+
+    hidden: torch.Tensor
+    pooled: torch.Tensor
+
+
+class ModelOutput(collections.OrderedDict[str, Any]):
+    """As those of transformers."""
+
+
 ROWS = torch.arange(24.0).reshape(2, 3, 4)
 
 
@@ -86,7 +102,7 @@ ROWS = torch.arange(24.0).reshape(2, 3, 4)
     [
         ([ROWS[0], ROWS[1]], None),
         ((ROWS[0], ROWS[1]), [3, 3]),
-        ([ROWS[0].reshape(1, 3, 4), ROWS[1].reshape(3, 1, 1, 4)], None),
+        ([ROWS[0].reshape(1, 3, 4), ROWS[1].reshape(3, 1, 4)], None),
         (ROWS, None),
         (ROWS, [3, 3]),
         (ROWS.reshape(6, 4), [3, 3]),
@@ -122,18 +138,42 @@ def test_one_feature_needs_no_num_tokens() -> None:
     assert torch.equal(encoder([1], [1])[0], ROWS[0])
 
 
+@pytest.mark.parametrize("form", [torch.stack, list, tuple])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_one_vector_for_each_feature_however_many_are_missing(form: Any, count: int) -> None:
+    def pooled(features: list[Any]) -> Any:
+        return form([torch.full((4,), float(number)) for number in features])
+
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), pooled)
+    rows = encoder([*range(count)])
+    assert [row.shape for row in rows] == [(1, 4)] * count
+    assert numbers(rows) == [*range(count)]
+    assert numbers(encoder([0], num_tokens=[1])) == [0]
+
+
+def test_num_tokens_decides_where_there_are_as_many_rows_as_features() -> None:
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), lambda features: ROWS[0, :2])
+    assert [row.shape[0] for row in encoder([1, 2], num_tokens=[2, 0])] == [2, 0]
+
+
 @pytest.mark.parametrize(
     ("output", "num_tokens", "message"),
     [
         (None, None, "a dense tensor, or a list or tuple of them, got NoneType"),
         (np.zeros((2, 3, 4)), None, "a dense tensor, or a list or tuple of them, got ndarray"),
-        ({"x": ROWS}, None, "a dense tensor, or a list or tuple of them, got dict"),
+        ({"x": ROWS}, None, "got dict: return one of its values, such as output['x']"),
+        ({}, None, "a dense tensor, or a list or tuple of them, got dict"),
+        (ModelOutput(h=ROWS, p=ROWS[:, 0]), None, "got ModelOutput: return one of its values, "),
+        (Output(ROWS, ROWS[:, 0]), None, "got Output: return one field, such as output.hidden"),
+        ((ROWS, ROWS[:, 0]), None, "a tensor [2, 3, 4] for feature 0 and a tensor [2, 4] for"),
+        ((ROWS[:, 0], ROWS), None, "one for each feature, not several things about all of them"),
+        ([ROWS[0], ROWS[0, :, :3]], None, "one rank and hidden size, got a tensor [3, 4] for"),
         ([ROWS[0]], None, "must return 2 embeddings, got 1"),
         ([ROWS[0]] * 3, None, "must return 2 embeddings, got 3"),
-        ([ROWS[0], torch.zeros(4)], None, "rank 2 or more, got a tensor [4] for feature 1"),
+        ([ROWS[0], torch.tensor(1.0)], None, "rank 1 or more, got a tensor [] for feature 1"),
         (ROWS.to_sparse(), None, "tuple of them, got a tensor with layout=torch.sparse_coo"),
         ([ROWS[0], ROWS[0].to("meta")], None, "got a tensor with layout=torch.strided, is_nested"),
-        ([ROWS[0], None], None, "rank 2 or more, got NoneType for feature 1"),
+        ([ROWS[0], None], None, "rank 1 or more, got NoneType for feature 1"),
         (torch.zeros(3, 3, 4), None, "[2, tokens, hidden] or [all tokens, hidden] or a list, got"),
         (torch.zeros(2, 3, 4, 5), None, "or a list, got a tensor [2, 3, 4, 5]"),
         (torch.zeros(4), None, "or a list, got a tensor [4]"),
@@ -382,6 +422,9 @@ def test_a_cache_that_refuses_fails_the_call_and_lands_its_flights() -> None:
         (("ab",), "features must be a list, got str"),
         ((5,), "features must be a list, got int"),
         (({"a": 1},), "features must be a list, got dict"),
+        ((torch.zeros(2, 3),), "got Tensor: give [image] for one image, list(batch) for a batch"),
+        ((np.zeros((2, 3)),), "got ndarray: give [image] for one image, list(batch) for a batch"),
+        ((collections.UserDict(a=1),), "got UserDict: give list(inputs['pixel_values']) for what"),
         (([1], 5), "mm_hashes must be a list, got int"),
         (([1], ["a"]), "an item of mm_hashes must be an int, got str"),
         (([1], [True]), "an item of mm_hashes must be an int, got bool"),
@@ -448,6 +491,87 @@ def test_a_key_function_that_returns_nonsense_is_named() -> None:
     encoder = CachedEncoder(MultiModalStaticCache(100), EncoderOfNumbers(), key=lambda n: "k")  # type: ignore
     with pytest.raises(TypeError, match=r"what key\(feature\) returns must be an int, got str"):
         encoder([1])
+
+
+def test_a_key_function_that_forgets_what_it_stands_for_is_refused() -> None:
+    """``hash((-1,))`` is ``hash((-2,))``, and the key would be a plain int from here on."""
+    encoder = CachedEncoder(
+        MultiModalStaticCache(100), EncoderOfNumbers(), key=MultiModalStaticCache.combine_hashes
+    )
+    with pytest.raises(TypeError, match=r"what key\(feature\) returns must be the key of a single"):
+        encoder([[-1]])
+
+
+def test_the_share_that_was_served_without_an_encode() -> None:
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), EncoderOfNumbers())
+    assert encoder.stats().hit_rate == 0.0
+    encoder([1, 1, 2, 3])
+    assert encoder.stats().hit_rate == 1 / 4
+    encoder([1, 2, 3, 4])
+    assert encoder.stats().hit_rate == 4 / 8
+
+
+def test_it_says_what_it_is() -> None:
+    encoder = CachedEncoder(MultiModalStaticCache(100), EncoderOfNumbers())
+    encoder([1])
+    shown = repr(encoder)
+    assert shown.startswith("CachedEncoder(MultiModalStaticCache(entries=1, current_size=8, ")
+    assert "EncoderOfNumbers, EncoderStats(calls=1, hits=0, encoded=1, " in shown
+
+
+@pytest.mark.parametrize("function", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_can_not_be_copied(function: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match="CachedEncoder holds a lock: it can't be pickled or copi"):
+        function(CachedEncoder(MultiModalStaticCache(100), EncoderOfNumbers()))
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"), [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)]
+)
+def test_a_bad_limit_is_refused(bad: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="max_concurrency must be"):
+        CachedEncoder(MultiModalStaticCache(100), len, max_concurrency=bad)  # type: ignore
+
+
+def test_a_partial_of_a_coroutine_function_is_one() -> None:
+    class Encode:
+        async def __call__(self, scale: float, features: list[Any]) -> torch.Tensor:
+            return scale * EncoderOfNumbers()(features)
+
+    partial = functools.partial(functools.partial(Encode()), 2.0)
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), partial)
+    assert numbers(asyncio.run(encoder.encode_async([1, 2]))) == [2, 4]
+    with pytest.raises(TypeError, match="await encode_async"):
+        encoder([1])
+
+
+# torch
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.filterwarnings("ignore")  # torch warns about itself
+def test_inside_torch_compile(backend: str) -> None:
+    fails = False
+
+    def encode(features: list[Any]) -> torch.Tensor:
+        if fails:
+            raise OSError("no such image")
+        return torch.stack([feature * 2 for feature in features])
+
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode)
+
+    @torch.compile(backend=backend)
+    def double(x: torch.Tensor) -> torch.Tensor:
+        (rows,) = encoder([x + 1])
+        return rows * 1
+
+    for _ in range(2):
+        assert double(torch.ones(2, 3)).tolist() == [[4.0] * 3] * 2
+    assert (encoder.stats().encoded, encoder.stats().hits) == (1, 1)
+    fails = True
+    with pytest.raises(OSError, match="no such image"):
+        double(torch.zeros(2, 3))
+    torch.compiler.reset()
 
 
 def test_the_statistics_are_frozen() -> None:

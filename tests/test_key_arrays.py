@@ -167,6 +167,10 @@ feature = {
     "bfloat16": lambda: torch.ones(64, 2**19, dtype=torch.bfloat16),
     "requires_grad": lambda: torch.ones(64, 2**18, requires_grad=True),
     "slice": lambda: torch.ones(80, 2**18)[8:72],
+    "expanded array": lambda: np.broadcast_to(np.ones((64, 1), np.float32), (64, 2**18)),
+    "expanded tensor": lambda: torch.ones(64, 1).expand(64, 2**18),
+    "strided": lambda: np.ones((64, 2**19), np.float32)[:, ::2],
+    "big-endian": lambda: np.ones((64, 2**18), ">f4"),
     "image": lambda: __import__("PIL.Image").Image.new("RGBA", (4096, 4096)),
 }[sys.argv[1]]()
 Path("/proc/self/clear_refs").write_text("5")  # from here on
@@ -188,3 +192,11 @@ print(peak() - before)
 )
 def test_contiguous_memory_is_hashed_in_place(kind: str) -> None:
     assert int(run_python(EXTRA_MEMORY, kind)) < 4 * 2**20
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak from some moment"
+)
+@pytest.mark.parametrize("kind", ["expanded array", "expanded tensor", "strided", "big-endian"])
+def test_other_memory_is_copied_in_pieces(kind: str) -> None:
+    assert int(run_python(EXTRA_MEMORY, kind)) < 3 * keys.PIECE_BYTES

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from support import assert_distinct, assert_same, run_python
 
-from multimodal_cache import hash_feature, keys
+from multimodal_cache import _images, hash_feature
 
 
 def noise(mode: str = "RGB", size: tuple[int, int] = (6, 4), seed: int = 0) -> Image.Image:
@@ -62,7 +62,7 @@ def test_strips_do_not_show(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     image = noise(mode, (150, 150))
     whole = hash_feature(image)
     for pixels in (1, 151, 7000, 22_499):
-        monkeypatch.setattr(keys, "STRIP_PIXELS", pixels)
+        monkeypatch.setattr(_images, "STRIP_PIXELS", pixels)
         assert hash_feature(image) == whole
 
 

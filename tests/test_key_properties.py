@@ -310,8 +310,11 @@ def test_damaged_image_files(image_format: str, seed: int, frame: int) -> None:
             loaded = opened()
             loaded.load()
         except Exception as error:  # noqa: BLE001
+            damaged_image = opened()
             with pytest.raises(type(error)):
-                hash_feature([opened()])
+                hash_feature([damaged_image])
+            with pytest.raises(Exception):  # noqa: B017, PT011  # of whatever type
+                hash_feature(damaged_image)
             return
         key = hash_feature(opened())
         assert hash_feature(loaded) == key

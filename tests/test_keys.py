@@ -366,7 +366,7 @@ def test_a_forked_child_makes_the_same_keys(kind: str) -> None:
     code = (
         "import os, signal, sys, threading\n"
         "from PIL import Image\n"
-        "from multimodal_cache import hash_feature, keys\n"
+        "from multimodal_cache import _images, hash_feature, keys\n"
         "large = bytes(keys.PARALLEL_BYTES)\n"
         "feature = large if sys.argv[1] == 'large' else Image.new('L', (9, 9))\n"
         "key = hash_feature(feature)\n"
@@ -374,7 +374,7 @@ def test_a_forked_child_makes_the_same_keys(kind: str) -> None:
         "done = threading.Event()\n"
         "held = threading.Barrier(2)\n"
         "def hold():\n"
-        "    for lock in keys._load_locks:\n"
+        "    for lock in _images._load_locks:\n"
         "        lock.acquire()\n"
         "    held.wait(60)\n"
         "    done.wait(60)\n"

@@ -6,85 +6,33 @@ The time limits only end a test that hangs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from encoders import (
+    LIMIT,
+    AsyncEncoder,
+    GatedEncoder,
+    WaitingFlights,
+    gated,
+    joined,
+    limited,
+    settle,
+    wait_for,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from support import EncoderOfNumbers, numbers
 
 from multimodal_cache import CachedEncoder, EmbeddingResult, MultiModalStaticCache
+from multimodal_cache._turns import Turns
 from multimodal_cache.encoder import _Call, _without_grad
-
-LIMIT = 60
-
-
-class GatedEncoder(EncoderOfNumbers):
-    """Encodes when it is told to; ``fail`` holds what it is to raise once, by feature."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun = threading.Semaphore(0)
-        self.gate = threading.Event()
-        self.fail: dict[float, BaseException] = {}
-
-    def __call__(self, features: list[Any]) -> torch.Tensor:
-        output = super().__call__(features)
-        self.begun.release()
-        assert self.gate.wait(LIMIT)
-        for feature in features:
-            if feature in self.fail:
-                raise self.fail.pop(feature)
-        return output
-
-    async def begins(self) -> None:
-        """Waits, on an event loop, until an encode has begun."""
-        while not self.begun.acquire(blocking=False):
-            await asyncio.sleep(0)
-
-
-class WaitingFlights(dict[int, Any]):
-    """A table of flights that says when somebody finds one in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.joined = threading.Semaphore(0)
-
-    def get(self, key: int, default: Any = None) -> Any:
-        found = super().get(key, default)
-        if found is not None:
-            self.joined.release()
-        return found
-
-
-@contextmanager
-def gated(max_size: int = 10_000) -> Iterator[tuple[CachedEncoder, GatedEncoder, Any]]:
-    """Yields an encoder whose encode waits, that encode, and a function that runs in a thread."""
-    encode = GatedEncoder()
-    encoder = CachedEncoder(MultiModalStaticCache(max_size), encode, key=int)
-    encoder._flights = WaitingFlights()
-    with ThreadPoolExecutor(32) as pool:
-        try:
-            yield encoder, encode, pool.submit
-        finally:
-            encode.gate.set()
-
-
-def wait_for(semaphore: threading.Semaphore, count: int = 1) -> None:
-    for _ in range(count):
-        assert semaphore.acquire(timeout=LIMIT)
-
-
-def joined(encoder: CachedEncoder, count: int = 1) -> None:
-    flights = encoder._flights
-    assert isinstance(flights, WaitingFlights)
-    wait_for(flights.joined, count)
-
 
 # Threads
 
@@ -137,7 +85,9 @@ def test_an_error_goes_to_those_who_wait_and_is_not_remembered() -> None:
         others = [run(encoder, [1]) for _ in range(3)]
         joined(encoder, 3)
         encode.gate.set()
-        assert all(future.exception(LIMIT) is error for future in (first, *others))
+        assert first.exception(LIMIT) is error
+        for other in others:
+            assert repr(other.exception(LIMIT)) == repr(error)
         assert numbers(encoder([1])) == [1]
     assert encode.calls == [[1], [1]]
     assert encoder.stats().failures == 1
@@ -182,7 +132,7 @@ def test_an_error_about_a_length_is_not_shared_with_other_lengths() -> None:
         joined(encoder, 2)
         encode.gate.set()
         assert isinstance(wrong.exception(LIMIT), ValueError)
-        assert same.exception(LIMIT) is wrong.exception(LIMIT)
+        assert str(same.exception(LIMIT)) == str(wrong.exception(LIMIT))
         assert numbers(right.result(LIMIT)) == [1]
 
 
@@ -254,6 +204,85 @@ def test_a_call_inside_encode_that_would_wait_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="a call from inside encode would have to wait"):
         asyncio.run(encoder.encode_async([3]))
     assert encoder._flights == {}
+
+
+def test_a_task_that_encode_starts_and_does_not_await_may_wait_for_it() -> None:
+    tasks: list[asyncio.Future[Any]] = []
+    gates: list[asyncio.Future[None]] = []
+
+    async def encode(features: list[Any]) -> torch.Tensor:
+        tasks.append(asyncio.ensure_future(encoder.encode_async([1], [1])))
+        gates.append(asyncio.get_running_loop().create_future())
+        await gates[-1]
+        return EncoderOfNumbers()(features)
+
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode)
+
+    async def main() -> None:
+        call = asyncio.ensure_future(encoder.encode_async([1], [1]))
+        await settle()
+        assert not tasks[0].done()  # it waits
+        gates[0].set_result(None)
+        assert (await tasks[0])[0] is (await call)[0]
+
+    limited(main())
+    assert (len(gates), encoder._inside) == (1, set())
+
+
+@pytest.mark.parametrize("as_task", [False, True])
+def test_code_that_a_coroutine_encode_awaits_may_not_wait_for_it(as_task: bool) -> None:
+    async def encode(features: list[Any]) -> torch.Tensor:
+        inner = encoder.encode_async([1], [1])
+        await (asyncio.ensure_future(inner) if as_task else inner)
+        return EncoderOfNumbers()(features)
+
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode)
+    with pytest.raises(RuntimeError, match="a call from inside encode would have to wait"):
+        limited(encoder.encode_async([1], [1]))
+    assert (encoder._flights, encoder._inside) == ({}, set())
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_what_encode_leaves_behind_is_not_inside_it(plain: bool) -> None:
+    """A server, a timer or a task that it has started, in a copy of its context."""
+    left: list[contextvars.Context] = []
+
+    def encode(features: list[Any]) -> torch.Tensor:
+        left.append(contextvars.copy_context())
+        return EncoderOfNumbers()(features)
+
+    async def encode_later(features: list[Any]) -> torch.Tensor:
+        return encode(features)
+
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode if plain else encode_later)
+    limited(encoder.encode_async([1], [1]))
+    with gated() as (other, gate, run):
+        other._inside, other._cache = encoder._inside, encoder._cache
+        call = run(other, [2])
+        wait_for(gate.begun)
+        waiting = run(left[0].run, other, [2])
+        joined(other)
+        gate.gate.set()
+        assert numbers(call.result(LIMIT) + waiting.result(LIMIT)) == [2, 2]
+
+
+def test_a_thread_that_encode_starts_is_not_inside_it() -> None:
+    encode = GatedEncoder()
+    started: list[Future[Any]] = []
+
+    def encode_and_start(features: list[Any]) -> torch.Tensor:
+        run = contextvars.copy_context().run
+        started.append(pool.submit(run, encoder, [1], [1]))
+        return encode(features)
+
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode_and_start)
+    encoder._flights = WaitingFlights()
+    with ThreadPoolExecutor(2) as pool:
+        call = pool.submit(encoder, [1], [1])
+        wait_for(encode.begun)
+        joined(encoder)
+        encode.gate.set()
+        assert started[0].result(LIMIT)[0] is call.result(LIMIT)[0]
 
 
 def test_a_synchronous_call_on_a_running_loop_that_would_wait_is_an_error() -> None:
@@ -360,10 +389,6 @@ def test_a_landing_that_is_interrupted_goes_on() -> None:
 # asyncio
 
 
-def limited(main: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(main, LIMIT))
-
-
 @pytest.mark.parametrize("count", [40, 1000])
 def test_many_tasks_that_want_one_image_encode_it_once(count: int) -> None:
     """And the loop stays responsive, and no thread is parked for each."""
@@ -425,30 +450,6 @@ def test_a_cancelled_task_does_not_cancel_the_encode() -> None:
     assert encoder._cache.get_single(1) is not None
 
 
-class AsyncEncoder(EncoderOfNumbers):
-    """A coroutine function whose encodes end when their gate is opened."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gates: list[asyncio.Future[None]] = []
-        self.grad_modes: list[bool] = []
-
-    async def __call__(self, features: list[Any]) -> torch.Tensor:  # type: ignore[override]
-        gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.gates.append(gate)
-        output = super().__call__(features)
-        self.grad_modes.append(torch.is_grad_enabled())
-        await gate
-        self.grad_modes.append(torch.is_grad_enabled())
-        return output
-
-
-async def settle() -> None:
-    """Lets all tasks go on until each waits for something."""
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
 def test_a_coroutine_function_encodes_without_gradients_and_lets_others_have_them() -> None:
     encode = AsyncEncoder()
     encoder = CachedEncoder(MultiModalStaticCache(10_000), encode)
@@ -489,7 +490,7 @@ class Plain:
 
 
 async def awaits(awaitable: Any) -> Any:
-    return await _without_grad(awaitable)
+    return await _without_grad(awaitable, set())
 
 
 def test_awaiting_without_gradients_is_like_awaiting() -> None:
@@ -525,7 +526,9 @@ def test_a_coroutine_function_outlives_its_caller_and_its_errors_are_shared() ->
         encode.gates[0].set_exception(OSError("no such image"))
         await asyncio.wait(tasks)
         assert tasks[0].cancelled()
-        assert tasks[1].exception() is tasks[2].exception() is not None
+        for task in tasks[1:]:
+            with pytest.raises(OSError, match="no such image"):
+                task.result()
         again = asyncio.ensure_future(encoder.encode_async([1], [1]))
         await settle()
         encode.gates[1].set_result(None)
@@ -704,6 +707,233 @@ def test_a_synchronous_call_with_a_coroutine_function_is_an_error() -> None:
         encoder = CachedEncoder(MultiModalStaticCache(100), function)
         with pytest.raises(TypeError, match="await encode_async"):
             encoder([1])
+
+
+# torch's modes
+
+
+def modes() -> dict[str, Any]:
+    return {
+        "autocast": torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        "device": torch.get_default_device(),
+        "inference": torch.is_inference_mode_enabled(),
+        "grad": torch.is_grad_enabled(),
+    }
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        contextlib.nullcontext,
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: torch.autocast("cpu", dtype=torch.float16),
+        torch.inference_mode,
+        lambda: torch.device("meta"),
+    ],
+)
+def test_a_plain_encode_has_the_modes_of_its_caller_in_any_thread(mode: Any) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def encode(features: list[Any]) -> torch.Tensor:
+        seen.append(modes())
+        return torch.ones(1, 2, 4, device="cpu")
+
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode, key=int)
+
+    async def main() -> None:
+        with mode():
+            await encoder.encode_async([2])
+
+    with mode():
+        encoder([1])
+        expected = modes()
+    limited(main())
+    assert seen == [{**expected, "grad": False}] * 2
+    encoder._executor.submit(lambda: seen.append(modes())).result(LIMIT)
+    assert seen[-1] == modes()  # the thread is as it was
+
+
+def test_a_mode_that_is_left_while_the_key_is_made_counts() -> None:
+    """It is that of the moment in which the call began."""
+    seen: list[bool] = []
+    begun = threading.Event()
+
+    def key(feature: Any) -> int:
+        assert begun.wait(LIMIT)
+        return int(feature)
+
+    def encode(features: list[Any]) -> torch.Tensor:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return EncoderOfNumbers()(features)
+
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode, key=key)
+
+    async def main() -> None:
+        with torch.autocast("cpu"):
+            task = asyncio.ensure_future(encoder.encode_async([1]))
+            await asyncio.sleep(0)
+        begun.set()
+        await task
+
+    limited(main())
+    assert seen == [True]
+
+
+# How many encode at once
+
+
+class Counting(EncoderOfNumbers):
+    """Counts how many encode at once; each waits until it is told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+        self.running = self.most = 0
+        self.begun = threading.Semaphore(0)
+        self.go_on = threading.Semaphore(0)
+
+    def enter(self) -> None:
+        with self.lock:
+            self.running += 1
+            self.most = max(self.most, self.running)
+
+    def leave(self) -> None:
+        with self.lock:
+            self.running -= 1
+
+    def __call__(self, features: list[Any]) -> torch.Tensor:
+        self.enter()
+        self.begun.release()
+        assert self.go_on.acquire(timeout=LIMIT)
+        self.leave()
+        return super().__call__(features)
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_no_more_encodes_run_at_once_than_the_limit_in_threads_and_tasks(limit: int) -> None:
+    encode = Counting()
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode, key=int, max_concurrency=limit)
+
+    async def main() -> None:
+        tasks = [asyncio.ensure_future(encoder.encode_async([n])) for n in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            calls = [pool.submit(encoder, [n]) for n in range(4, 8)]
+            for _ in range(8):
+                while not encode.begun.acquire(blocking=False):
+                    await asyncio.sleep(0)
+                assert encode.running <= limit
+                encode.go_on.release()
+            rows = [(await task)[0] for task in tasks] + [c.result(LIMIT)[0] for c in calls]
+        assert numbers(rows) == [*range(8)]
+
+    limited(main())
+    assert encode.most == limit
+    assert encoder._turns._free == limit
+
+
+def test_coroutine_functions_take_turns_and_pass_them_on() -> None:
+    encode = AsyncEncoder()
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode, max_concurrency=1)
+
+    async def main() -> None:
+        tasks = [asyncio.ensure_future(encoder.encode_async([n], [n])) for n in range(3)]
+        await settle()
+        assert len(encode.gates) == 1
+        encode.gates[0].set_result(None)
+        await settle()
+        assert len(encode.gates) == 2
+        encode.gates[1].set_exception(OSError("no such image"))
+        await settle()
+        encode.gates[2].set_result(None)
+        await asyncio.wait(tasks)
+        assert numbers(tasks[0].result() + tasks[2].result()) == [0, 2]
+        assert isinstance(tasks[1].exception(), OSError)
+
+    limited(main())
+    assert encoder._turns._free == 1
+
+
+def test_who_is_interrupted_while_it_waits_for_its_turn_takes_none() -> None:
+    turns = Turns(1)
+    with turns.taken() as first:
+        assert first.done()
+        with contextlib.suppress(KeyboardInterrupt), turns.taken() as second:
+            assert not second.done()
+            raise KeyboardInterrupt
+        with turns.taken(free=True) as nested:
+            assert nested.done()
+    assert turns._free == 1
+    with turns.taken() as third:
+        assert third.done()
+
+
+def test_an_encode_inside_an_encode_needs_no_turn_of_its_own() -> None:
+    def encode(features: list[Any]) -> torch.Tensor:
+        if features == [1]:
+            encoder([2])
+        return EncoderOfNumbers()(features)
+
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode, key=int, max_concurrency=1)
+    assert numbers(encoder([1])) == [1]
+    assert numbers(limited(encoder.encode_async([2, 1]))) == [2, 1]
+
+
+# The end
+
+
+def test_a_closed_encoder_refuses_calls() -> None:
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), EncoderOfNumbers(), key=int)
+    with encoder as entered:
+        assert entered is encoder
+        limited(encoder.encode_async([1]))
+    for _ in range(2):
+        encoder.close()
+    with pytest.raises(RuntimeError, match="this CachedEncoder is closed"):
+        encoder([1])
+    with pytest.raises(RuntimeError, match="this CachedEncoder is closed"):
+        limited(encoder.encode_async([1]))
+    assert encoder.stats().calls == 1
+    assert not [t for t in threading.enumerate() if t.name.startswith("CachedEncoder")]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_close_lets_an_encode_end_and_begins_no_other(wait: bool) -> None:
+    encode = Counting()
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode, key=int, max_concurrency=1)
+
+    async def main() -> None:
+        running = asyncio.ensure_future(encoder.encode_async([1]))
+        while not encode.begun.acquire(blocking=False):
+            await asyncio.sleep(0)
+        queued = asyncio.ensure_future(encoder.encode_async([2]))
+        while 2 not in encoder._flights:
+            await asyncio.sleep(0)
+        if wait:
+            with ThreadPoolExecutor(1) as pool:
+                closing = pool.submit(encoder.close)
+                while not encoder._closed:
+                    await asyncio.sleep(0)
+                assert not closing.done()
+                encode.go_on.release()
+        else:
+            encoder.close(wait=False)
+            encode.go_on.release()
+        assert numbers(await running) == [1]
+        with pytest.raises(RuntimeError, match="this CachedEncoder is closed"):
+            await queued
+
+    limited(main())
+    assert encode.calls == [[1]]
+    assert encoder._flights == {}
+
+
+def test_an_encode_may_close_its_encoder() -> None:
+    def encode(features: list[Any]) -> torch.Tensor:
+        encoder.close()
+        return EncoderOfNumbers()(features)
+
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode)
+    assert numbers(limited(encoder.encode_async([1], [1]))) == [1]
 
 
 # Any order of things

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -15,29 +15,12 @@ def split_output(output: Any, lengths: Sequence[int | None]) -> list[torch.Tenso
     Raises:
         ValueError: It is of another type, number or shape than expected.
     """
-    count = len(lengths)
     if _is_dense(output):
         parts = _split_tensor(output, lengths)
-    elif isinstance(output, (list, tuple)):
-        if len(output) != count:
-            raise ValueError(f"encode must return {count} embeddings, got {len(output)}")
-        parts = []
-        for index, part in enumerate(output):
-            rows = as_rows(part)
-            if rows is None:
-                raise ValueError(
-                    "encode must return dense tensors of rank 2 or more, got "
-                    f"{_describe(part)} for feature {index}"
-                )
-            parts.append(rows)
+    elif isinstance(output, (list, tuple)) and not hasattr(output, "_fields"):
+        parts = _parts(output, len(lengths))
     else:
-        if inspect.iscoroutine(output):
-            output.close()  # nobody will await it
-            raise ValueError("encode returned a coroutine: it must be declared with async def")
-        raise ValueError(
-            "encode must return a dense tensor, or a list or tuple of them, got "
-            f"{_describe(output)}"
-        )
+        raise ValueError(_refusal(output))
     for index, (part, length) in enumerate(zip(parts, lengths, strict=True)):
         if length is not None and part.shape[0] != length:
             raise ValueError(
@@ -45,6 +28,43 @@ def split_output(output: Any, lengths: Sequence[int | None]) -> list[torch.Tenso
                 f"got {part.shape[0]}"
             )
     return parts
+
+
+def _parts(output: Sequence[Any], count: int) -> list[torch.Tensor]:
+    """Returns one part for each feature; refuses parts that can't be of one kind."""
+    if len(output) != count:
+        raise ValueError(f"encode must return {count} embeddings, got {len(output)}")
+    parts = []
+    for index, part in enumerate(output):
+        rows = as_rows(part)
+        if rows is None:
+            raise ValueError(
+                "encode must return dense tensors of rank 1 or more, got "
+                f"{_describe(part)} for feature {index}"
+            )
+        if (part.ndim, part.shape[-1]) != (output[0].ndim, output[0].shape[-1]):
+            raise ValueError(
+                "encode must return tensors of one rank and hidden size, got "
+                f"{_describe(output[0])} for feature 0 and {_describe(part)} for feature {index}: "
+                "one for each feature, not several things about all of them"
+            )
+        parts.append(rows)
+    return parts
+
+
+def _refusal(output: Any) -> str:
+    """Says what to return instead of something that is neither a tensor nor a list of them."""
+    if inspect.iscoroutine(output):
+        output.close()  # nobody will await it
+        return "encode returned a coroutine: it must be declared with async def"
+    expected = "encode must return a dense tensor, or a list or tuple of them"
+    name = type(output).__name__
+    if isinstance(output, Mapping) and len(output):
+        key = next(iter(output))
+        return f"{expected}, got {name}: return one of its values, such as output[{key!r}]"
+    if isinstance(output, tuple):
+        return f"{expected}, got {name}: return one field, such as output.{output._fields[0]}"  # type: ignore[attr-defined]  # a named tuple
+    return f"{expected}, got {_describe(output)}"
 
 
 def _split_tensor(output: torch.Tensor, lengths: Sequence[int | None]) -> list[torch.Tensor]:
@@ -60,6 +80,8 @@ def _split_tensor(output: torch.Tensor, lengths: Sequence[int | None]) -> list[t
         return [output]
     known = [length for length in lengths if length is not None]
     if len(known) != count:
+        if output.shape[0] == count:  # one row for each
+            return list(torch.split(output, 1))
         raise ValueError(
             f"num_tokens is needed to cut {_describe(output)} into the embeddings of {count} "
             "features"
@@ -73,9 +95,11 @@ def _split_tensor(output: torch.Tensor, lengths: Sequence[int | None]) -> list[t
 
 
 def as_rows(embedding: Any) -> torch.Tensor | None:
-    """Returns ``[tokens, hidden]``, or None for what is no dense tensor of rank 2 or more."""
-    if not _is_dense(embedding) or embedding.ndim < 2:
+    """Returns ``[tokens, hidden]``, or None for what is no dense tensor of rank 1 or more."""
+    if not _is_dense(embedding) or embedding.ndim == 0:
         return None
+    if embedding.ndim == 1:
+        return embedding.unsqueeze(0)
     return embedding if embedding.ndim == 2 else embedding.flatten(0, -2)
 
 

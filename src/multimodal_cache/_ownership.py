@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from multimodal_cache._modes import outside_graphs
 from multimodal_cache._tensors import dense_storage, require_memory
 from multimodal_cache.base import EmbeddingResult, EmbeddingTypeError
 
@@ -73,6 +74,7 @@ def plan_ownership(result: Any, *, copy_all: bool) -> tuple[int, Replacements]:
     return _plan_with_care(result, copy_all)
 
 
+@outside_graphs
 def _plan_with_care(result: Any, copy_all: bool) -> tuple[int, Replacements]:
     """Plans for results of all kinds."""
     total = 0

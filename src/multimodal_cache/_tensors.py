@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.parameter import is_lazy
+
+_QUANTISED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+
+
+def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor without its class, which may tell another shape, strides or dtype."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.Tensor.as_subclass(tensor, torch.Tensor)
 
 
 def dense_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
@@ -12,26 +21,31 @@ def dense_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
         TypeError: There is no such storage. A subclass with ``__torch_dispatch__`` may wrap
             other tensors.
     """
+    plain = tensor
+    if type(tensor) is not torch.Tensor:
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise _no_storage(tensor)
+        if is_lazy(tensor):  # torch.nn.UninitializedParameter
+            raise _no_storage(tensor)
+        plain = plain_tensor(tensor)
     if (
-        tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and not tensor.is_nested
-        and not tensor.is_meta
-        and (
-            type(tensor) is torch.Tensor
-            or type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-        )
+        plain.layout is torch.strided
+        and plain.dtype not in _QUANTISED  # a view may be of one without is_quantized
+        and not plain.is_nested
+        and not plain.is_meta
     ):
         try:
-            storage = tensor.untyped_storage()
+            storage = plain.untyped_storage()
             storage.data_ptr()
         except RuntimeError:  # a stand-in, as inside torch.func.vmap and functionalize
             pass
-        except ValueError:  # torch.nn.UninitializedParameter
-            pass
         else:
             return storage
-    raise TypeError(
+    raise _no_storage(plain)
+
+
+def _no_storage(tensor: torch.Tensor) -> TypeError:
+    return TypeError(
         "tensors must be dense and have memory of their own (not sparse, quantised, nested, meta, "
         f"uninitialised or of a subclass with __torch_dispatch__), got a {type(tensor).__name__} "
         f"with layout={tensor.layout}, dtype={tensor.dtype}, is_nested={tensor.is_nested}, "
@@ -45,6 +59,8 @@ def require_memory(tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
     Raises:
         TypeError: The tensor reaches beyond the end of its storage.
     """
+    if type(tensor) is not torch.Tensor:
+        tensor = plain_tensor(tensor)
     reach = tensor.nbytes
     if reach and not tensor.is_contiguous():
         steps = zip(tensor.shape, tensor.stride(), strict=True)

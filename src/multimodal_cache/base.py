@@ -195,18 +195,19 @@ def as_int(name: str, value: Any) -> int:
     raise TypeError(f"{name} must be an int, got {type(value).__name__}")
 
 
-def single_key(item: Any) -> int:
+def single_key(item: Any, name: str = "an item of mm_hashes") -> int:
     """Returns the key of a single item as a plain int.
 
     Raises:
-        TypeError: ``item`` isn't an int, or is the ``CombinedHash`` of several items.
+        TypeError: ``item`` isn't an int, or is the ``CombinedHash`` of several items; the
+            message calls it ``name``.
     """
     if isinstance(item, CombinedHash):
         raise TypeError(
-            "an item of mm_hashes must be the key of a single item, "
+            f"{name} must be the key of a single item, "
             f"got the CombinedHash of {len(item.mm_hashes)} items"
         )
-    return as_int("an item of mm_hashes", item)
+    return as_int(name, item)
 
 
 def ordered_items(name: str, items: Iterable[T], expected: str = "a list") -> tuple[T, ...]:

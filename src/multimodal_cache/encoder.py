@@ -5,18 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import inspect
 import threading
 import types
-from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, SupportsIndex, TypeAlias, TypeVar
+from typing import Any, NoReturn, SupportsIndex, TypeAlias, TypeVar
 
+import numpy as np
 import torch
 
+from multimodal_cache._errors import SharedError
+from multimodal_cache._modes import Modes, outside_graphs
 from multimodal_cache._outputs import as_rows, split_output
 from multimodal_cache._ownership import copy_out
+from multimodal_cache._turns import Turns
 from multimodal_cache.base import (
     EmbeddingResult,
     MultimodalCache,
@@ -32,11 +45,6 @@ EncoderOutput: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 EncodeFunction: TypeAlias = (
     Callable[[list[Any]], EncoderOutput] | Callable[[list[Any]], Awaitable[EncoderOutput]]
 )
-
-_encoding: contextvars.ContextVar[tuple[CachedEncoder, ...]] = contextvars.ContextVar(
-    "_encoding", default=()
-)
-"""The encoders inside whose ``encode`` this code runs."""
 
 
 class CachedEncoder:
@@ -99,6 +107,7 @@ class CachedEncoder:
         *,
         namespace: str | bytes = "",
         key: Callable[[Any], SupportsIndex | None] | None = None,
+        max_concurrency: int | None = None,
     ) -> None:
         if not callable(getattr(cache, "get_single", None)):
             raise TypeError(f"cache must be a MultimodalCache, got {type(cache).__name__}")
@@ -107,6 +116,10 @@ class CachedEncoder:
         if key is not None and not callable(key):
             raise TypeError(f"key must be callable or None, got {type(key).__name__}")
         hash_feature(None, namespace=namespace)  # refuses a bad one now
+        if max_concurrency is not None:
+            max_concurrency = as_int("max_concurrency", max_concurrency)
+            if max_concurrency < 1:
+                raise ValueError(f"max_concurrency must be 1 or more, got {max_concurrency}")
         self._cache = cache
         self._encode = encode
         self._is_coroutine_function = _is_coroutine_function(encode)
@@ -115,7 +128,10 @@ class CachedEncoder:
         self._lock = threading.RLock()  # a finalizer may call back
         self._flights: dict[int, _Flight] = {}
         self._landings = 0
-        self._tasks: set[asyncio.Task[Exception | None]] = set()
+        self._inside: set[Any] = set()  # the threads, tasks and awaited tasks that are in encode
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._turns = Turns(max_concurrency)
+        self._closed = False
         # Not that of the loop, which may be full of synchronous calls that wait for a flight.
         self._executor = ThreadPoolExecutor(thread_name_prefix="CachedEncoder")
         self._calls = self._hits = self._encoded = self._coalesced = 0
@@ -152,14 +168,16 @@ class CachedEncoder:
             Exception: What ``encode`` raised, here or, if it encoded nothing but a key that
                 this call waited for, elsewhere. Failures aren't remembered.
         """
+        self._require_open()
         if self._is_coroutine_function:
             raise TypeError("encode is a coroutine function: await encode_async(...) instead")
-        items = ordered_items("features", features)
+        items = _features(features)
         lengths = _lengths(items, num_tokens)
         call = _Call(self, items, self._keys(items, mm_hashes), lengths)
         try:
             while call.look_up_and_claim():
-                _raise_if(call.encode_claimed())
+                call.encode_claimed()
+                call.raise_error()
                 for want, flight in call.awaited():
                     if not flight.landed.done():
                         self._require_may_wait(loop_is_running=_loop_is_running())
@@ -196,7 +214,9 @@ class CachedEncoder:
             RuntimeError: The call would have to wait inside ``encode`` of this encoder.
             Exception: As above.
         """
-        items = ordered_items("features", features)
+        self._require_open()
+        modes = None if self._is_coroutine_function else Modes()  # before anything is awaited
+        items = _features(features)
         lengths = _lengths(items, num_tokens)
         if mm_hashes is None and items:
             keys = await asyncio.to_thread(self._keys, items, None)
@@ -204,12 +224,40 @@ class CachedEncoder:
             keys = self._keys(items, mm_hashes)
         call = _Call(self, items, keys, lengths)
         while call.look_up_and_claim():
-            _raise_if(await self._encode_elsewhere(call))
+            await self._encode_elsewhere(call, modes)
+            call.raise_error()
             for want, flight in call.awaited():
                 if not flight.landed.done():
                     self._require_may_wait(loop_is_running=False)
                 want.take(flight, await asyncio.wrap_future(flight.landed))
         return call.embeddings()
+
+    def close(self, *, wait: bool = True) -> None:
+        """Refuses calls from now on, and ends the threads of ``encode_async``.
+
+        Calls that run get what is cached or being encoded; where they would have to begin an
+        ``encode``, a RuntimeError. A second call does nothing more. Who doesn't close an encoder
+        has its threads ended when it is collected, and at exit waits for an ``encode`` that runs.
+
+        Args:
+            wait: Return when the last plain ``encode`` of ``encode_async`` has ended; not from
+                inside it. One that is a coroutine function is left to its loop.
+        """
+        self._closed = True
+        self._executor.shutdown(wait=wait and not self._is_inside_encode())
+
+    def __enter__(self) -> CachedEncoder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        name = getattr(self._encode, "__qualname__", type(self._encode).__name__)
+        return f"{type(self).__name__}({self._cache!r}, {name}, {self.stats()!r})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} holds a lock: it can't be pickled or copied")
 
     def stats(self) -> EncoderStats:
         """Returns a consistent snapshot of the counters."""
@@ -237,31 +285,45 @@ class CachedEncoder:
                 made = self._key(feature)
             except StopIteration as error:  # which can't leave a worker thread
                 raise RuntimeError("key(feature) raised StopIteration") from error
-            keys.append(None if made is None else as_int("what key(feature) returns", made))
+            name = "what key(feature) returns"
+            keys.append(None if made is None else single_key(made, name))
         return keys
 
-    async def _encode_elsewhere(self, call: _Call) -> Exception | None:
+    async def _encode_elsewhere(self, call: _Call, modes: Modes | None) -> None:
         """Encodes what a call claimed, in a way that outlives the call."""
         if not call.claimed:
-            return None
+            return
         try:
-            if not self._is_coroutine_function:
-                run = contextvars.copy_context().run
-                loop = asyncio.get_running_loop()
-                return await asyncio.shield(
-                    loop.run_in_executor(self._executor, run, call.encode_claimed)
-                )
-            task = asyncio.ensure_future(call.encode_claimed_async())
+            encoding = self._begin_elsewhere(call, modes)
         except RuntimeError:  # the interpreter or the executor is shutting down
             call.land_without(None)
             raise
+        try:
+            await asyncio.shield(encoding)
+        except BaseException:
+            call.leave()
+            raise
+
+    def _begin_elsewhere(self, call: _Call, modes: Modes | None) -> asyncio.Future[None]:
+        if not self._is_coroutine_function:
+            run = contextvars.copy_context().run
+            loop = asyncio.get_running_loop()
+            return loop.run_in_executor(self._executor, run, call.encode_claimed, modes)
+        task = asyncio.ensure_future(call.encode_claimed_async())
         self._tasks.add(task)  # the loop itself would let go of it
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: call.land_without(None))  # if it never began
-        return await asyncio.shield(task)
+        return task
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this CachedEncoder is closed")
+
+    def _is_inside_encode(self) -> bool:
+        return threading.get_ident() in self._inside or _current_task() in self._inside
 
     def _require_may_wait(self, *, loop_is_running: bool) -> None:
-        if self in _encoding.get():
+        if self._is_inside_encode():
             raise RuntimeError(
                 "a call from inside encode would have to wait for an image that is being encoded"
             )
@@ -272,7 +334,7 @@ class CachedEncoder:
             )
 
 
-Landed: TypeAlias = torch.Tensor | Exception | None
+Landed: TypeAlias = torch.Tensor | SharedError | None
 """The embedding; or the error of an ``encode`` that had nothing else to do; or None: try again."""
 
 
@@ -308,9 +370,9 @@ class _Want:
     def take(self, flight: _Flight, landed: Landed) -> None:
         """Takes what another call's flight brought, if it is of use here."""
         self.flight = None
-        if isinstance(landed, Exception):
+        if isinstance(landed, SharedError):
             if flight.length == self.length:  # else the error may be about the length
-                raise landed
+                raise landed.new()
         elif landed is not None and self.fits(landed):
             self.embedding, self.coalesced = landed, True
 
@@ -328,7 +390,8 @@ class _Call:
         self._encoder = encoder
         self._size = len(features)
         self._wants: list[_Want] = []
-        self._counted = self._landing = False
+        self._counted = self._landing = self._left = False
+        self._error: Exception | None = None
         self.claimed: list[_Want] = []
         known: dict[tuple[int, int | None], _Want] = {}
         for place, (feature, key, length) in enumerate(zip(features, keys, lengths, strict=True)):
@@ -416,41 +479,84 @@ class _Call:
 
     # Encoding what was claimed
 
-    def encode_claimed(self) -> Exception | None:
-        """Encodes, and lands; returns an error, since not all can be raised in a future."""
-        if not self.claimed:
-            return None
-        try:
-            with self._inside_encode():
-                with torch.no_grad():
-                    embeddings = self._copy_out(self._encoder._encode(self._claimed_features()))
-                self._store_and_land(embeddings)
-        except Exception as error:  # noqa: BLE001  # raised to the caller, by whoever drives this
-            return error
-        return None
+    # An error isn't returned, and isn't kept by a frame of these: its traceback holds them, and
+    # those that called them, such as that of a worker thread, which keeps what it was returned.
+    # Such a circle would keep all that encode has allocated until the garbage collector runs.
 
-    async def encode_claimed_async(self) -> Exception | None:
-        """The same for an ``encode`` that is a coroutine function."""
+    @outside_graphs
+    def encode_claimed(self, modes: Modes | None = None) -> None:
+        """Encodes, and lands; leaves an error to ``raise_error``.
+
+        Args:
+            modes: In which ``encode`` runs, if not in those of this thread.
+        """
+        if not self.claimed:
+            return
+        encoder = self._encoder
         try:
-            with self._inside_encode():
-                awaitable: Any = self._encoder._encode(self._claimed_features())
-                self._store_and_land(self._copy_out(await _without_grad(awaitable)))
+            with encoder._turns.taken(free=encoder._is_inside_encode()) as turn:
+                turn.result()
+                with self._inside_encode(threading.get_ident()):
+                    with modes.entered() if modes else contextlib.nullcontext(), torch.no_grad():
+                        output = encoder._encode(self._claimed_features())
+                    self._store_and_land(self._copy_out(output))
+        except Exception as error:  # noqa: BLE001  # raised to the caller, by whoever drives this
+            self._fail(error)
+        except BaseException:
+            self.land_without(None)
+            raise
+
+    async def encode_claimed_async(self) -> None:
+        """The same for an ``encode`` that is a coroutine function."""
+        encoder = self._encoder
+        try:
+            with encoder._turns.taken(free=encoder._is_inside_encode()) as turn:
+                if not turn.done():
+                    await asyncio.wrap_future(turn)
+                with self._inside_encode(_current_task()):
+                    awaitable: Any = encoder._encode(self._claimed_features())
+                    output = await _without_grad(awaitable, encoder._inside)
+                    self._store_and_land(self._copy_out(output))
         except Exception as error:  # noqa: BLE001  # as above
-            return error
-        return None
+            self._fail(error)
+        except BaseException:
+            self.land_without(None)
+            raise
 
     @contextlib.contextmanager
-    def _inside_encode(self) -> Iterator[None]:
-        """Makes room for what is encoded inside; lands without it if that fails."""
-        inside = _encoding.set((*_encoding.get(), self._encoder))
+    def _inside_encode(self, owner: Any) -> Iterator[None]:
+        """Marks the thread or task that encodes, and makes room for what it encodes."""
+        encoder = self._encoder
+        encoder._require_open()
+        outermost = owner not in encoder._inside
+        encoder._inside.add(owner)
         try:
             self._drop_mismatched()
             yield
-        except BaseException as error:
-            self.land_without(error)
-            raise
         finally:
-            _encoding.reset(inside)
+            if outermost:
+                encoder._inside.discard(owner)
+
+    def _fail(self, error: Exception) -> None:
+        """Lands, and keeps the error for the caller, if there still is one."""
+        self.land_without(error)
+        self._error = error
+        if self._left:
+            self._error = None
+
+    def leave(self) -> None:
+        """Says that nobody will ask for the error, which may come at any time."""
+        self._left = True
+        self._error = None
+
+    def raise_error(self) -> None:
+        """Raises the error of the encode, if there was one."""
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
 
     def _claimed_features(self) -> list[Any]:
         return [want.feature for want in self.claimed]
@@ -466,7 +572,7 @@ class _Call:
     def _copy_out(self, output: Any) -> list[torch.Tensor]:
         """Copies each embedding, so that none keeps a batch, a graph or a reused buffer."""
         lengths = [want.length for want in self.claimed]
-        with torch.inference_mode(mode=False), torch.no_grad():  # others may not be in that mode
+        with torch.inference_mode(False), torch.no_grad():  # others may not be in that mode
             return [copy_out(rows) for rows in split_output(output, lengths)]
 
     def _store_and_land(self, embeddings: list[torch.Tensor]) -> None:
@@ -480,13 +586,16 @@ class _Call:
             want.embedding, want.feature = embedding, None
         self._land(embeddings)
 
-    def land_without(self, error: BaseException | None) -> None:
+    def land_without(self, error: Exception | None) -> None:
         """Ends the flights that haven't ended, without embeddings.
 
         Those who wait get the error, if the encode had nothing else to do; else they try again
-        themselves, and so they do where it was interrupted.
+        themselves, and so they do where it was interrupted or its error can't be copied.
         """
-        shared = error if isinstance(error, Exception) and len(self.claimed) == 1 else None
+        shared = None
+        if error is not None and len(self.claimed) == 1:
+            with contextlib.suppress(Exception):
+                shared = SharedError(error)
         self._land([shared] * len(self.claimed))
 
     def _land(self, outcomes: Sequence[Landed]) -> None:
@@ -527,12 +636,16 @@ def _one_for_each(name: str, items: Iterable[T], features: Sequence[Any]) -> tup
     return found
 
 
-def _raise_if(error: Exception | None) -> None:
-    if error is not None:
-        try:
-            raise error
-        finally:
-            del error  # its traceback has this frame, and would keep it alive
+def _features(features: Iterable[Any]) -> tuple[Any, ...]:
+    """Returns the features; refuses a batch in one, whose rows may be anything."""
+    advice = ""
+    if isinstance(features, (torch.Tensor, np.ndarray)):
+        advice = "[image] for one image, list(batch) for a batch of them"
+    elif isinstance(features, Mapping):
+        advice = "list(inputs['pixel_values']) for what a processor returns"
+    if advice:
+        raise TypeError(f"features must be a list, got {type(features).__name__}: give {advice}")
+    return ordered_items("features", features)
 
 
 def _lengths(
@@ -550,6 +663,8 @@ def _lengths(
 
 
 def _is_coroutine_function(function: Any) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004  # of an object, maybe
     )
@@ -563,9 +678,18 @@ def _loop_is_running() -> bool:
     return True
 
 
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no loop is running
+        return None
+
+
 @types.coroutine
-def _without_grad(awaitable: Awaitable[Any]) -> Generator[Any, Any, Any]:
+def _without_grad(awaitable: Awaitable[Any], awaited: set[Any]) -> Generator[Any, Any, Any]:
     """Awaits without gradients, and with them for other tasks while it is suspended.
+
+    While it waits for something, that is in ``awaited``.
 
     It is ``yield from``, step by step. (``torch.no_grad`` decorates generators too, but throws
     into them in a way that Python 3.12 has deprecated.)
@@ -586,9 +710,12 @@ def _without_grad(awaitable: Awaitable[Any]) -> Generator[Any, Any, Any]:
             return stop.value
         finally:
             error = None  # its traceback holds this frame
+        awaited.add(request)
         try:
             answer = yield request
         except BaseException as thrown:
             if not hasattr(steps, "throw"):
                 raise
             error = thrown
+        finally:
+            awaited.discard(request)

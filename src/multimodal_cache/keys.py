@@ -52,12 +52,20 @@ The names of the dtypes are:
 
 Images. All is what Pillow has once the image is loaded:
 
-- the palette is None where there are no colours, else the tuple of its mode, a str such as
-  ``RGB``, and the bytes of its colours in that mode, a byte for each channel, and as many
-  colours as there are;
-- the transparency is ``info["transparency"]``, an int, bytes or a tuple of ints, or None;
-- the orientation is that of the EXIF data, or of the XMP data where EXIF has none, and 1 unless it
-  is one of 2 to 8;
+- the palette is None where there are no colours, else the tuple of the mode of ``image.palette``, a
+  str such as ``RGB``, and the bytes of its colours in that mode, a byte for each channel, and as
+  many colours as there are. A third item, bytes, is there only where Pillow's own copy of the
+  palette, in ``image.im``, was left with another alpha than those two and the transparency say:
+  the alpha that each index from 0 to 255 gets in a conversion to RGBA;
+- the transparency is ``E(info["transparency"])``. Pillow puts an int, bytes or a tuple of ints
+  there, or nothing, which is None; any other value is encoded as in a container;
+- the orientation is that of ``image.getexif()`` if Pillow has read that (as it does by itself for
+  TIFF), else of the EXIF data in ``info["exif"]`` or ``info["Raw profile type exif"]``: the first
+  number of the first entry 0x0112 of the first directory that is whole. Where there is none, it
+  is the digit after the first ``tiff:Orientation="`` or ``tiff:Orientation>`` in the XMP data,
+  which is the str ``info["XML:com.adobe.xmp"]`` or, where that is missing or empty, the bytes
+  ``info["xmp"]``. It is 1 unless that is one of 2 to 8, and 1 whatever the XMP data says where
+  the EXIF data has no TIFF header, for there Pillow raises and doesn't turn the image;
 - the pixels are rows from top to bottom, without padding. ``1`` has 8 pixels a byte, the first in
   the highest bit, white where the bit is set, and begins each row in a new byte. ``I`` and ``F``
   are little-endian int32 and float32, ``I;16`` and ``I;16L`` little-endian uint16, ``I;16B`` a
@@ -78,16 +86,16 @@ import functools
 import operator
 import os
 import struct
-import sys
-import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import torch
 from blake3 import blake3
 
-from multimodal_cache._tensors import dense_storage, require_memory
+from multimodal_cache import _images
+from multimodal_cache._orientation import orientation
+from multimodal_cache._tensors import dense_storage, plain_tensor, require_memory
 from multimodal_cache.base import CombinedHash, as_int
 
 if TYPE_CHECKING:
@@ -102,24 +110,25 @@ NUMPY_NAMES = {
 PARALLEL_BYTES = 8 * 2**20
 """From this size on, all threads are no slower than one, even if they have to wake up first."""
 
-STRIP_PIXELS = 2**17
-"""So many pixels fit into the CPU's caches, unpacked and packed."""
+PIECE_BYTES = PARALLEL_BYTES
+"""What isn't contiguous is copied in pieces of about that size."""
 
 _VERSION = b"\x01"
 _MAX_DEPTH = 100
 _INLINE_BYTES = 1024
 
+_FREE_REPEATS = 2**20
+_REPEATS_PER_ITEM = 64
+
 _max_threads = blake3.AUTO
-_load_locks = [threading.RLock() for _ in range(64)]
-"""Pillow can't load an image in two threads; this many load at once, if they aren't the same."""
 
 Bytes = bytes | memoryview
 """Contiguous memory, one-dimensional, of single bytes."""
 
 Shape = tuple[int, ...]
 
-Encoder = Callable[[Any, int], bytes]
-"""Takes a value and the number of containers that it is in."""
+Encoder = Callable[[Any, "_Nesting | None"], bytes]
+"""Takes a value and what it is in, if it is in a container."""
 
 
 def hash_feature(feature: Any, *, namespace: str | bytes = "", bits: SupportsIndex = 256) -> int:
@@ -134,12 +143,13 @@ def hash_feature(feature: Any, *, namespace: str | bytes = "", bits: SupportsInd
         feature: What the encoder gets, or what that is made from:
 
             - bytes-like objects: the same bytes are the same feature, in ``bytes``,
-              ``bytearray`` or a ``memoryview`` of bytes, strided too. One of another format,
+              ``bytearray``, a ``memoryview`` of bytes, strided too, or any other buffer
+              (``array``, ``mmap``, ``ctypes``, ``PickleBuffer``). One of another format,
               or of several dimensions, is the array that it views.
             - str, int, float, bool and None. ``1``, ``1.0``, ``True``, ``"1"`` and ``b"1"``
               are five features. Floats count by their bits: ``-0.0`` isn't ``0.0``, and a
-              NaN is the same as another of the same bits. A str is text, also where it names
-              a file or is the base64 of one.
+              NaN is the same as another of the same bits. complex and Decimal aren't numbers
+              here. A str is text, also where it names a file or is the base64 of one.
             - list, tuple and dict (any ``Mapping``), nested up to 100 deep. A list isn't the
               tuple of the same items; the order of a dict doesn't count.
             - NumPy arrays and scalars (0-d arrays, so ``np.float64(1)`` isn't ``1.0``), torch
@@ -149,7 +159,7 @@ def hash_feature(feature: Any, *, namespace: str | bytes = "", bits: SupportsInd
             - Pillow images: size, mode, palette, transparency, orientation (in EXIF, or in XMP
               where EXIF has none) and the pixels of the current frame. No other metadata
               counts. The image is loaded if it wasn't, and nothing else is changed on it. An
-              image isn't the array of its pixels.
+              image isn't the array of its pixels. The ``tobytes`` of a subclass isn't asked.
 
             An instance of a subclass is what its base is, whatever it adds; a container is
             what iterating over it gives.
@@ -167,18 +177,24 @@ def hash_feature(feature: Any, *, namespace: str | bytes = "", bits: SupportsInd
 
     Raises:
         TypeError: The feature, or something in it, is of another type; or is an object,
-            structured, masked, longdouble or ``StringDType`` array; or a sparse, quantised,
-            nested or meta tensor, or one that wraps others; or a ``CombinedHash``, whose items
+            structured, masked, longdouble or ``StringDType`` array, or of any dtype of
+            ``ml_dtypes`` (give the torch tensor, or a view as integers); or a sparse, quantised,
+            nested or meta tensor, or one that wraps others or is negated lazily where torch
+            can't negate; or a ``memoryview`` with suboffsets; or a ``CombinedHash``, whose items
             would not count. Or ``namespace`` is neither str nor bytes, or ``bits`` no int.
-        ValueError: The feature contains itself, is nested more than 100 deep, or has a buffer
-            that was closed; or ``bits`` is no multiple of 8 from 64 to 256.
-        Exception: What Pillow raises for an image whose pixels can't be decoded.
+        ValueError: The feature contains itself, is nested more than 100 deep, contains the same
+            containers so often that it would be over 64 times as large, and a million items
+            more, if each were a copy; or has a buffer that was closed. Or ``bits`` is no
+            multiple of 8 from 64 to 256.
+        Exception: What Pillow raises for an image whose pixels can't be decoded, each time. But
+            one that was loaded in vain elsewhere is what Pillow has of it then.
 
     C-contiguous CPU memory is read in place, without a copy and without the GIL, by all cores
-    from 8 MiB up (by one in a forked child, where BLAKE3's threads don't exist). Other memory
-    is copied first: what is strided, big-endian, conjugated or negated lazily; and a tensor on
-    a GPU, once, on the current stream, which is waited for; if it is strided it is made
-    contiguous there. An image is packed in small strips.
+    from 8 MiB up (by one in a forked child, where BLAKE3's threads don't exist): 3 to 5 GB/s.
+    Other memory is copied first. What is strided, expanded or big-endian is copied in pieces of
+    8 MiB; what is conjugated or negated lazily, whole; and a tensor on a GPU, once, on the
+    current stream, which is waited for; if it is strided it is made contiguous there. An image
+    is packed in small strips, about 1.6 GB/s.
 
     Any number of threads may call it, also with the same feature. But nothing else may load an
     image meanwhile, since Pillow can't in two threads; and a feature that changes meanwhile gets
@@ -197,40 +213,41 @@ def hash_feature(feature: Any, *, namespace: str | bytes = "", bits: SupportsInd
         encoded_namespace = _encode_bytes(namespace)
     else:
         raise TypeError(f"namespace must be str or bytes, got {_type_name(namespace)}")
-    digest = _digest(_VERSION + encoded_namespace + _encode(feature, 0))
+    digest = _digest(_VERSION + encoded_namespace + _encode(feature, None))
     return int.from_bytes(digest[: width // 8], "big")
 
 
 def _begin_anew_in_forked_child() -> None:  # pragma: no cover  # in another process
-    """Forgets the other threads, which aren't there: those of BLAKE3, and owners of locks."""
-    global _max_threads, _load_locks
+    """Forgets BLAKE3's other threads, which aren't there."""
+    global _max_threads
     _max_threads = 1
-    _load_locks = [threading.RLock() for _ in _load_locks]
 
 
 if hasattr(os, "register_at_fork"):  # pragma: no branch
     os.register_at_fork(after_in_child=_begin_anew_in_forked_child)
 
 
-def _encode(value: Any, depth: int) -> bytes:
+def _encode(value: Any, nesting: _Nesting | None) -> bytes:
     kind: type = type(value)
-    encoder = _ENCODERS.get(kind) or _inherited_encoder(kind)
-    return encoder(value, depth)
+    encoder = _ENCODERS_BY_ID.get(id(kind)) or _inherited_encoder(kind)
+    return encoder(value, nesting)
 
 
-@functools.lru_cache(maxsize=256)
 def _inherited_encoder(kind: type) -> Encoder:
-    for base, encoder in _ENCODERS.items():
-        if issubclass(kind, base):
-            return encoder
+    """Returns the encoder for a class that isn't one of the table's.
+
+    It isn't remembered: a class may become a ``Mapping`` later, and would be kept alive.
+    """
+    if issubclass(kind, _BASES):
+        return next(encoder for base, encoder in _ENCODERS.items() if issubclass(kind, base))
     return _encode_other
 
 
-def _encode_other(value: Any, depth: int) -> bytes:
+def _encode_other(value: Any, nesting: _Nesting | None) -> bytes:
     """Encodes images, whose class may not be there, and buffers, which have no class."""
-    image_class = _image_class()
+    image_class = _images.image_class()
     if image_class is not None and isinstance(value, image_class):
-        return _encode_image(value, depth)
+        return _encode_image(value, nesting)
     try:
         view = memoryview(value)
     except TypeError:
@@ -238,144 +255,245 @@ def _encode_other(value: Any, depth: int) -> bytes:
             "feature must be made of bytes, str, int, float, bool, None, list, tuple, dict, "
             f"NumPy arrays, torch tensors and PIL images, got {_type_name(value)}"
         ) from None
+    except BufferError as error:
+        raise TypeError(f"buffers must be readable, got {_type_name(value)}: {error}") from None
     return _encode_view(view)
 
 
 # Scalars and bytes
 
 
-def _encode_none(value: None, depth: int = 0) -> bytes:
+def _encode_none(value: None, nesting: _Nesting | None = None) -> bytes:
     return b"N"
 
 
-def _encode_bool(value: bool, depth: int = 0) -> bytes:
+def _encode_bool(value: bool, nesting: _Nesting | None = None) -> bytes:
     return b"T" if value else b"F"
 
 
-def _encode_int(value: int, depth: int = 0) -> bytes:
+def _encode_int(value: int, nesting: _Nesting | None = None) -> bytes:
     plain = int.__index__(value)  # a subclass may have its own arithmetic
     bits = (plain if plain >= 0 else ~plain).bit_length()
     return b"i" + _content(plain.to_bytes(bits // 8 + 1, "little", signed=True))
 
 
-def _encode_float(value: float, depth: int = 0) -> bytes:
+def _encode_float(value: float, nesting: _Nesting | None = None) -> bytes:
     return b"f" + struct.pack("<d", value)
 
 
-def _encode_str(value: str, depth: int = 0) -> bytes:
+def _encode_str(value: str, nesting: _Nesting | None = None) -> bytes:
     return b"s" + _content(str.encode(value, "utf-8", "surrogatepass"))
 
 
-def _encode_bytes(value: bytes | bytearray, depth: int = 0) -> bytes:
+def _encode_bytes(value: bytes | bytearray, nesting: _Nesting | None = None) -> bytes:
     return b"b" + _content(memoryview(value))  # a subclass may have its own len and iter
 
 
-def _encode_view(value: memoryview, depth: int = 0) -> bytes:
+def _encode_view(value: memoryview, nesting: _Nesting | None = None) -> bytes:
+    if value.suboffsets:  # NumPy would take the pointers for elements
+        raise TypeError("memoryviews must not have suboffsets: give a copy")
     # ctypes gives the format of a byte to packed structures too.
     if value.ndim != 1 or value.itemsize != 1 or value.format.lstrip("@=<>!") != "B":
         try:
             array = np.asarray(value)
-        except (ValueError, RuntimeError, RuntimeWarning):
+        except (BufferError, ValueError, RuntimeError, RuntimeWarning):
             raise TypeError(
                 f"memoryviews must have a format that NumPy knows, got {value.format!r}"
             ) from None
         return _encode_array(array)
     if not value.c_contiguous:
-        return b"b" + _content(value.tobytes())
+        return b"b" + _content_of_parts(value.nbytes, _parts_of_view(value))
     if value.format != "B":  # "<B", as ctypes has it, is the same but not to BLAKE3
         value = np.frombuffer(value, np.uint8).data
     return b"b" + _content(value)
 
 
+def _parts_of_view(view: memoryview) -> Iterator[Bytes]:
+    for start in range(0, len(view), PIECE_BYTES):
+        yield view[start : start + PIECE_BYTES].tobytes()
+
+
 # Containers
 
 
-def _encode_list(value: list, depth: int = 0) -> bytes:  # type: ignore[type-arg]
-    return b"l" + _items(value, depth)
+class _Nesting:
+    """Where in a feature its encoding is, and how often it met the same containers again."""
+
+    __slots__ = ("depth", "items", "repeated", "seen")
+
+    def __init__(self) -> None:
+        self.depth = 1
+        self.items = self.repeated = 0
+        self.seen: dict[int, Any] = {}
+
+    def enter(self, container: Any, size: int) -> None:
+        if self.depth == _MAX_DEPTH:
+            raise ValueError(
+                f"feature must be nested at most {_MAX_DEPTH} deep, got more: "
+                "does it contain itself?"
+            )
+        self.depth += 1
+        if id(container) not in self.seen:
+            self.seen[id(container)] = container  # alive, so that no other one gets its id
+            self.items += size
+            return
+        self.repeated += size + 1
+        if self.repeated > _FREE_REPEATS + _REPEATS_PER_ITEM * self.items:
+            raise ValueError(
+                "feature must not contain the same containers so often, got one of "
+                f"{self.items} items that stand for more than {self.repeated}"
+            )
 
 
-def _encode_tuple(value: tuple, depth: int = 0) -> bytes:  # type: ignore[type-arg]
-    return b"t" + _items(value, depth)
+def _entered(nesting: _Nesting | None, container: Any, size: int) -> _Nesting:
+    if nesting is None:
+        return _Nesting()
+    nesting.enter(container, size)
+    return nesting
 
 
-def _items(container: Iterable[Any], depth: int) -> bytes:
-    items = list(container)  # so that the count is right, whoever changes the container
-    inside = _deeper(depth)
-    return _count(len(items)) + b"".join([_encode(item, inside) for item in items])
+def _encode_list(value: list, nesting: _Nesting | None = None) -> bytes:  # type: ignore[type-arg]
+    return b"l" + _items(value, nesting)
 
 
-def _encode_mapping(value: Mapping, depth: int = 0) -> bytes:  # type: ignore[type-arg]
-    pairs = list(value.items())
-    inside = _deeper(depth)
+def _encode_tuple(value: tuple, nesting: _Nesting | None = None) -> bytes:  # type: ignore[type-arg]
+    return b"t" + _items(value, nesting)
+
+
+def _items(container: Iterable[Any], nesting: _Nesting | None) -> bytes:
+    items = _listed(container)  # so that the count is right, whoever changes the container
+    inside = _entered(nesting, container, len(items))
+    find = _ENCODERS_BY_ID.get
+    encoded = [  # what _encode does, without the call
+        (find(id(type(item))) or _inherited_encoder(type(item)))(item, inside) for item in items
+    ]
+    inside.depth -= 1
+    return _count(len(items)) + b"".join(encoded)
+
+
+def _encode_mapping(value: Mapping, nesting: _Nesting | None = None) -> bytes:  # type: ignore[type-arg]
+    pairs = list(value.items()) if type(value) is dict else _listed(value.items())
+    inside = _entered(nesting, value, 2 * len(pairs))
     hashes = [_digest(_encode(key, inside) + _encode(item, inside)) for key, item in pairs]
+    inside.depth -= 1
     return b"d" + _count(len(hashes)) + b"".join(sorted(hashes))
 
 
-def _deeper(depth: int) -> int:
-    if depth == _MAX_DEPTH:
-        raise ValueError(
-            f"feature must be nested at most {_MAX_DEPTH} deep, got more: does it contain itself?"
-        )
-    return depth + 1
+def _listed(items: Iterable[Any]) -> list[Any]:
+    if type(items) in (list, tuple):
+        return list(items)
+    return [item for item in items]  # noqa: C416  # list() would believe its __len__
 
 
 # Arrays and tensors
 
+_PLAIN_DTYPES = {np.dtype(char).num: char for char in "?bBhHiIlLqQefdFD"}
+_FLEXIBLE_DTYPES = {np.dtype(char).num for char in "SUmM"}
+"""By NumPy's number: those of other packages have other numbers, whatever their kind is."""
 
-def _encode_numpy_scalar(value: np.generic, depth: int = 0) -> bytes:
+_NUMPY_DIMENSIONS = 32
+"""So many have the arrays of every NumPy."""
+
+
+def _encode_numpy_scalar(value: np.generic, nesting: _Nesting | None = None) -> bytes:
     return _encode_array(np.asarray(value))
 
 
-def _encode_array(array: np.ndarray, depth: int = 0) -> bytes:
+def _encode_array(array: np.ndarray, nesting: _Nesting | None = None) -> bytes:
     if type(array) is not np.ndarray:
         if isinstance(array, np.ma.MaskedArray):
             raise TypeError(
                 f"arrays must not be masked, got {_type_name(array)}: fill it or give its parts"
             )
         array = np.asarray(array)  # a subclass may have its own shape
-    header, little_endian = _numpy_header(array.dtype, array.shape)
-    if little_endian is None:
-        raise TypeError(
-            "arrays must have a boolean, integer, float, complex, fixed-width string or time dtype "
-            f"(no object, structured or longdouble one), got {_type_name(array)} with dtype "
-            f"{array.dtype}"
-        )
+    spelling = _PLAIN_DTYPES.get(array.dtype.num) or _flexible_dtype(array)
+    header, little_endian = _numpy_header(spelling, array.shape)
     return header + _elements(array, little_endian)
 
 
-def _encode_tensor(tensor: torch.Tensor, depth: int = 0) -> bytes:
-    require_memory(tensor, dense_storage(tensor))
+def _flexible_dtype(array: np.ndarray[Any, Any]) -> str:
+    """Returns the spelling of a dtype that has a size or a unit."""
+    if array.dtype.num not in _FLEXIBLE_DTYPES:
+        raise TypeError(
+            "arrays must have a boolean, integer, float, complex, fixed-width string or time dtype "
+            "(no object, structured, longdouble or ml_dtypes one), got "
+            f"{_type_name(array)} with dtype {array.dtype}"
+        )
+    return str(array.dtype.str)
+
+
+def _encode_tensor(tensor: torch.Tensor, nesting: _Nesting | None = None) -> bytes:
+    storage = dense_storage(tensor)
     if type(tensor) is not torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            tensor = tensor.as_subclass(torch.Tensor)  # a subclass may have its own shape
+        tensor = plain_tensor(tensor)
+    require_memory(tensor, storage)
     header, little_endian, view = _torch_header(tensor.dtype, tensor.shape)
     plain = tensor
     if view or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
-        plain = tensor.detach().resolve_conj().resolve_neg()
-        plain = view(plain) if view else plain
+        plain = _viewed(tensor, view)
     # On a GPU it is made contiguous there, so as to be copied once.
     plain = plain if plain.is_cpu else plain.contiguous().cpu()
+    plain = plain if plain.ndim <= _NUMPY_DIMENSIONS else plain.reshape(-1)
     return header + _elements(plain.numpy(), little_endian)
 
 
+def _viewed(
+    tensor: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor] | None
+) -> torch.Tensor:
+    """Returns the elements as NumPy can have them."""
+    try:
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        return view(plain) if view else plain
+    except (AssertionError, NotImplementedError) as error:
+        # That is FakeTensorMode, and dtypes that torch can't negate.
+        raise TypeError(
+            f"tensors must have elements that can be read, got dtype={tensor.dtype}, "
+            f"requires_grad={tensor.requires_grad}, is_neg={tensor.is_neg()}: {error}"
+        ) from None
+
+
 def _elements(array: np.ndarray[Any, Any], little_endian: np.dtype[Any]) -> bytes:
+    as_it_is = array.dtype == little_endian and array.dtype.kind != "b"
+    if as_it_is and array.nbytes <= _INLINE_BYTES:
+        return _content(array.tobytes())
+    if array.nbytes <= PIECE_BYTES or (as_it_is and array.flags.c_contiguous):
+        return _content(_in_memory(array, little_endian))
+    parts = (_in_memory(piece, little_endian) for piece in _pieces(array))
+    return _content_of_parts(array.nbytes, parts)
+
+
+def _pieces(array: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
+    """Yields the elements in C order, in arrays of few bytes."""
+    if array.nbytes <= PIECE_BYTES or not array.ndim:
+        yield array
+    elif len(array) == 1:
+        yield from _pieces(array[0])
+    else:
+        rows = max(1, PIECE_BYTES * len(array) // array.nbytes)
+        for start in range(0, len(array), rows):
+            yield from _pieces(array[start : start + rows])
+
+
+def _in_memory(array: np.ndarray[Any, Any], little_endian: np.dtype[Any]) -> Bytes:
     elements = np.ascontiguousarray(array, little_endian)
+    if little_endian.kind == "b":
+        numbers = elements.view(np.uint8)
+        elements = numbers != 0 if numbers.max(initial=0) > 1 else elements
     if elements.nbytes <= _INLINE_BYTES:
-        return _content(elements.tobytes())  # an element of no bytes has no view
-    return _content(elements.reshape(-1).view(np.uint8).data)
+        return elements.tobytes()  # an element of no bytes has no view
+    return elements.reshape(-1).view(np.uint8).data
 
 
 # What doesn't depend on the elements is remembered: it takes longer than all the rest.
 
 
 @functools.lru_cache(maxsize=1024)
-def _numpy_header(dtype: np.dtype[Any], shape: Shape) -> tuple[bytes, np.dtype[Any] | None]:
+def _numpy_header(spelling: str, shape: Shape) -> tuple[bytes, np.dtype[Any]]:
     """Returns what stands before the elements, and their dtype in little-endian order.
 
-    That is None for a dtype whose elements aren't plain values of the same bytes anywhere.
+    By the spelling of a dtype, for NumPy says of some that they are equal which aren't the same.
     """
-    if dtype.kind not in "biufcSUmM" or dtype.char in "gG":  # those are longdouble
-        return b"", None
+    dtype = np.dtype(spelling)
     return _header(dtype.name, shape), dtype.newbyteorder("<")
 
 
@@ -406,82 +524,47 @@ def _header(dtype_name: str, shape: Shape) -> bytes:
 # Images
 
 
-def _image_class() -> type[Image.Image] | None:
-    """Returns Pillow's class, if anybody has imported it; else nothing is an image."""
-    return getattr(sys.modules.get("PIL.Image"), "Image", None)
-
-
-def _encode_image(image: Image.Image, depth: int) -> bytes:
+def _encode_image(image: Image.Image, nesting: _Nesting | None) -> bytes:
     # First of all, since this may change the mode, and a file may have metadata after the pixels.
-    with _load_locks[id(image) // 64 % len(_load_locks)]:
-        image.load()
+    _images.load(image)
     mode, consistent = image.mode, image
     if image.im.mode != mode:
         mode, consistent = f"{mode}/{image.im.mode}", image.copy()
+    palette = _images.palette(consistent)
     return b"".join(
         (
             b"p",
-            _encode_palette(consistent),
-            _encode(image.info.get("transparency"), _deeper(depth)),
-            struct.pack("<3Q", _orientation(image), *image.size),
+            _encode_tuple(palette) if palette else _encode_none(None),
+            _encode_transparency(image, nesting),
+            struct.pack("<3Q", orientation(image), *image.size),
             _content(mode.encode()),
             _encode_pixels(consistent),
         )
     )
 
 
-def _encode_palette(image: Image.Image) -> bytes:
-    if image.mode not in ("P", "PA"):
+def _encode_transparency(image: Image.Image, nesting: _Nesting | None) -> bytes:
+    transparency = image.info.get("transparency")
+    if transparency is None:
         return _encode_none(None)
-    # Not the mode of Pillow's own copy of the colours: convert() adds the transparency to that.
-    mode = image.palette.mode if image.palette else image.im.getpalettemode()
-    colours = image.getpalette(mode)
-    return _encode_tuple((mode, bytes(colours))) if colours else _encode_none(None)
-
-
-_RAW_MODES = {"I": "I;32S", "F": "F;32F"}
-"""The little-endian ones for the modes that are in the byte order of the machine."""
+    inside = _entered(nesting, image, 1)
+    encoded = _encode(transparency, inside)
+    inside.depth -= 1
+    return encoded
 
 
 def _encode_pixels(image: Image.Image) -> bytes:
-    """Encodes the pixels as content, strip by strip where they are many.
-
-    That is three times as fast as packing a large image at once, and needs no copy of it all.
-    """
-    raw_mode = _RAW_MODES.get(image.mode, image.mode)
-    width, height = image.size
-    if width * height <= STRIP_PIXELS:
-        return _content(image.tobytes("raw", raw_mode))
-    size, hasher = 0, blake3()
-    rows = max(1, STRIP_PIXELS // width)
-    for top in range(0, height, rows):
-        strip = image.crop((0, top, width, min(top + rows, height))).tobytes("raw", raw_mode)
+    strips = _images.pixels(image)
+    first = next(strips, b"")
+    second = next(strips, None)
+    if second is None:
+        return _content(first)
+    size, hasher = len(first) + len(second), blake3(first)
+    hasher.update(second)
+    for strip in strips:
         size += len(strip)
         hasher.update(strip)
     return _count(size) + hasher.digest()  # so many pixels are more than _INLINE_BYTES
-
-
-def _orientation(image: Image.Image) -> int:
-    """Returns the orientation by which Pillow would turn the image, from 1 to 8.
-
-    Pillow remembers on the image what it parsed, which would hide a later change of
-    ``image.info``; so the question is put to a stand-in with the image's attributes. It is put
-    twice: for malformed EXIF Pillow raises the first time only; and a value that another thread
-    fetches just then, from where Pillow parsed it to where Pillow keeps it, is missed once.
-    """
-    stand_in = sys.modules["PIL.Image"].Image()
-    vars(stand_in).update(vars(image))
-    for _ in range(2):
-        try:
-            exif = stand_in.getexif()
-            orientation = exif.get(0x0112)
-            if orientation in range(2, 9):
-                return int(orientation)
-            if not exif:
-                break
-        except Exception:  # noqa: BLE001  # of many types, all for malformed EXIF
-            pass
-    return 1
 
 
 # Bytes and hashes
@@ -496,6 +579,15 @@ def _content(data: Bytes) -> bytes:
     return _count(size) + (bytes(data) if size <= _INLINE_BYTES else _digest(data))
 
 
+def _content_of_parts(size: int, parts: Iterable[Bytes]) -> bytes:
+    if size <= PIECE_BYTES:
+        return _content(b"".join(parts))
+    hasher = blake3(max_threads=_max_threads)
+    for part in parts:
+        hasher.update(part)
+    return _count(size) + hasher.digest()
+
+
 def _digest(data: Bytes) -> bytes:
     max_threads = _max_threads if len(data) >= PARALLEL_BYTES else 1
     return blake3(data, max_threads=max_threads).digest()
@@ -507,7 +599,7 @@ def _type_name(value: object) -> str:
     return kind.__qualname__ if module == "builtins" else f"{module}.{kind.__qualname__}"
 
 
-def _refuse_combined_hash(value: CombinedHash, depth: int = 0) -> bytes:
+def _refuse_combined_hash(value: CombinedHash, nesting: _Nesting | None = None) -> bytes:
     raise TypeError("feature must not be a CombinedHash, whose items would not count: give them")
 
 
@@ -531,3 +623,8 @@ _ENCODERS: dict[type, Encoder] = {
     np.ndarray: _encode_array,
     torch.Tensor: _encode_tensor,
 }
+
+_ENCODERS_BY_ID = {id(kind): encoder for kind, encoder in _ENCODERS.items()}
+"""A metaclass may say that its classes are equal to others."""
+
+_BASES = tuple(_ENCODERS)

@@ -73,3 +73,13 @@ class EncoderStats:
     coalesced: int
     row_mismatches: int
     failures: int
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of features served without an encode of their own, from 0.0 to 1.0.
+
+        Those are the hits and the coalesced ones. 0.0 before the first feature.
+        """
+        served = self.hits + self.coalesced
+        features = served + self.encoded
+        return served / features if features else 0.0

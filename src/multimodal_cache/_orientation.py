@@ -1,0 +1,144 @@
+"""The orientation of a Pillow image: what Pillow would find, without what Pillow does on the way.
+
+Pillow reads all entries of the EXIF data, warns of each that is damaged, and remembers them on the
+image. Here only the entry of the orientation is read.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import warnings
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_TAG = 0x0112
+_FORMATS = {
+    3: "H",
+    4: "L",
+    5: "2L",
+    6: "b",
+    8: "h",
+    9: "l",
+    10: "2l",
+    11: "f",
+    12: "d",
+    13: "L",
+    16: "Q",
+}
+"""How a number of each TIFF type is packed; a rational one is two."""
+
+_SIZES = {1: 1, 2: 1, 7: 1, **{kind: struct.calcsize(f"<{how}") for kind, how in _FORMATS.items()}}
+"""The bytes of a value of each TIFF type that Pillow knows."""
+
+_BYTE_ORDERS = {b"MM\0*": ">", b"MM*\0": ">", b"II*\0": "<", b"II\0*": "<"}
+
+
+class _MalformedError(Exception):
+    """The EXIF data has no beginning that could be read."""
+
+
+def orientation(image: Image.Image) -> int:
+    """Returns the orientation by which Pillow would turn a loaded image, from 1 to 8."""
+    try:
+        told = _told(image)
+    except _MalformedError:
+        return 1
+    return int(told) if told in range(2, 9) else 1
+
+
+def _told(image: Image.Image) -> Any:
+    exif = vars(image).get("_exif")
+    if exif is not None and exif._loaded:  # Pillow asks the file no more, and it may be changed
+        return _asked(exif)
+    told = _in_exif(_exif_data(image.info))
+    return _in_xmp(image.info) if told is None else told
+
+
+def _asked(exif: Image.Exif) -> Any:
+    """Asks Pillow for what it has read.
+
+    That is decoded when first asked for. A value that another thread asks for just then is missed
+    once, so a second question follows.
+    """
+    for _ in range(2):
+        try:
+            told = exif.get(_TAG)
+        except Warning:
+            told = _asked_without_warnings(exif)
+        except (KeyError, ValueError, TypeError, LookupError, struct.error):
+            continue
+        if told is not None:
+            return told
+    return None
+
+
+def _asked_without_warnings(exif: Image.Exif) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return exif.get(_TAG)
+
+
+def _exif_data(info: dict[Any, Any]) -> bytes:
+    data = info.get("exif")
+    profile = info.get("Raw profile type exif")
+    if data is None and profile is not None:
+        try:
+            data = bytes.fromhex("".join(profile.split("\n")[3:]))
+        except (AttributeError, TypeError, ValueError):
+            raise _MalformedError from None
+    if data is None:
+        return b""
+    if not isinstance(data, (bytes, bytearray)):
+        raise _MalformedError
+    return bytes(data).removeprefix(b"Exif\0\0").removeprefix(b"Exif\0\0")
+
+
+def _in_exif(data: bytes) -> Any:
+    """Returns the first orientation in the first directory, and None if there is none."""
+    if not data:
+        return None
+    order = _BYTE_ORDERS.get(data[:4])
+    if order is None or len(data) < 8:
+        raise _MalformedError
+    (start,) = struct.unpack_from(f"{order}L", data, 4)
+    if start + 2 > len(data):
+        return None
+    (entries,) = struct.unpack_from(f"{order}H", data, start)
+    tag = struct.pack(f"{order}H", _TAG)
+    end = min(start + 2 + 12 * entries, len(data) - 11)
+    for entry in range(start + 2, end, 12):
+        if data.startswith(tag, entry):
+            told = _value(data, entry, order)
+            if told is not None:
+                return told
+    return None
+
+
+def _value(data: bytes, entry: int, order: str) -> Any:
+    """Returns the first number of an entry, 0 for what is none, and None for what isn't whole."""
+    kind, count, offset = struct.unpack_from(f"{order}HLL", data, entry + 2)
+    size = count * _SIZES.get(kind, 0)
+    if size <= 4:
+        offset = entry + 8
+    if not size or offset + size > len(data):
+        return None
+    if kind not in _FORMATS:
+        return 0
+    number, *divisor = struct.unpack_from(f"{order}{_FORMATS[kind]}", data, offset)
+    if not divisor:
+        return number
+    return number / divisor[0] if divisor[0] else 0
+
+
+def _in_xmp(info: dict[Any, Any]) -> Any:
+    text = info.get("XML:com.adobe.xmp")
+    pattern: Any = r'tiff:Orientation(?:="|>)([0-9])'
+    if not text:
+        text, pattern = info.get("xmp"), pattern.encode()
+    if not isinstance(text, type(pattern)):
+        return None
+    found = re.search(pattern, text)
+    return int(found[1]) if found else None
