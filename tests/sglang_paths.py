@@ -30,7 +30,7 @@ from sglang_stand_ins import (
 from support import WRAP, kept_bytes, recount
 
 from multimodal_cache import MultiModalStaticCache
-from multimodal_cache.integrations.sglang import register
+from multimodal_cache.integrations.sglang import SchedulerCache, register
 
 # Kept in an object, since SGLang replaces the class in every module that has it.
 sglangs = SimpleNamespace(Cache=multimodal_cache.MultiModalStaticCache)
@@ -42,6 +42,7 @@ logger = logging.getLogger(register.__module__)
 logger.setLevel(logging.INFO)
 logger.addHandler(handler)
 plugins.load_plugins()
+LOADING = [(record.levelname, record.getMessage()) for record in RECORDS]
 
 
 def assert_equal(ours: Any, theirs: Any) -> None:
@@ -62,7 +63,7 @@ def assert_same_run(
     server: type[Server] = Server,
 ) -> Server:
     """A trace of prefills goes through ours as through SGLang's own class; returns ours."""
-    ours = server(MultiModalStaticCache, max_size, output, per_request)
+    ours = server(SchedulerCache, max_size, output, per_request)
     theirs = server(sglangs.Cache, max_size, output, per_request)
     for batch in trace:
         pairs = zip(
@@ -80,22 +81,41 @@ def assert_same_run(
 
 
 def test_the_plugin_puts_it_in_wherever_sglang_has_its_own() -> None:
-    assert sglangs.Cache is not MultiModalStaticCache
-    assert multimodal_cache.MultiModalStaticCache is MultiModalStaticCache
-    assert mm_schedule.MultiModalStaticCache is MultiModalStaticCache
-    mm_schedule.init_mm_embedding_cache(100 * 2**20)
-    assert type(mm_schedule.embedding_cache) is MultiModalStaticCache
-    assert mm_schedule.embedding_cache.max_size == 100 * 2**20
+    assert sglangs.Cache is not SchedulerCache
+    assert multimodal_cache.MultiModalStaticCache is SchedulerCache
+    assert mm_schedule.MultiModalStaticCache is SchedulerCache
+    assert issubclass(SchedulerCache, MultiModalStaticCache)
 
 
 def test_the_plugin_says_so_in_one_line() -> None:
-    assert [(record.levelname, record.getMessage()) for record in RECORDS] == [
+    assert LOADING == [
         (
             "INFO",
             "replacing sglang.srt.mem_cache.multimodal_cache.MultiModalStaticCache with "
-            "multimodal_cache.MultiModalStaticCache",
+            "multimodal_cache.integrations.sglang.SchedulerCache",
         )
     ]
+
+
+def test_the_scheduler_s_cache_says_so_in_one_line() -> None:
+    RECORDS.clear()
+    mm_schedule.init_mm_embedding_cache(100 * 2**20)
+    assert type(mm_schedule.embedding_cache) is SchedulerCache
+    assert mm_schedule.embedding_cache.max_size == 100 * 2**20
+    assert [(record.levelname, record.getMessage()) for record in RECORDS] == [
+        (
+            "INFO",
+            "multimodal_cache.integrations.sglang.SchedulerCache is in place of SGLang's cache, "
+            "with a budget of 104857600 bytes (100.0 MiB)",
+        )
+    ]
+
+
+def test_a_budget_below_zero_refuses_everything_as_sglang_s_own_does() -> None:
+    for cls in (SchedulerCache, sglangs.Cache):
+        cache = cls(-(2**20))
+        assert not cache.set(1, multimodal_cache.EmbeddingResult(embedding=torch.zeros(1, 4)))
+        assert len(cache) == 0
 
 
 @pytest.mark.parametrize(
@@ -218,7 +238,7 @@ def operate(cache: Any, value: float, name: str, key: Any = None, rows: int = 0)
 
 @given(st.integers(0, 15 * ROW), st.lists(operations, min_size=10, max_size=40))
 def test_every_method_answers_as_sglang_s_own(max_size: int, trace: list[tuple[Any, ...]]) -> None:
-    ours, theirs = MultiModalStaticCache(max_size), sglangs.Cache(max_size)
+    ours, theirs = SchedulerCache(max_size), sglangs.Cache(max_size)
     for step, operation in enumerate(trace):
         assert operate(ours, step, *operation) == operate(theirs, step, *operation)
         assert [ours.has(key) for key in KEYS] == [theirs.has(key) for key in KEYS]
@@ -239,7 +259,7 @@ def test_it_has_the_attributes_that_sglang_s_encode_server_uses() -> None:
         and ast.unparse(node.value) in ("self.mm_cache", "MultiModalStaticCache")
     }
     assert {"get", "set", "has", "free", "combine_hashes", "current_size"} <= used
-    cache = MultiModalStaticCache(max_size=0)
+    cache = SchedulerCache(max_size=0)
     assert [name for name in used if not hasattr(cache, name)] == []
 
 
@@ -251,7 +271,7 @@ def test_an_entry_with_a_wrong_number_of_rows_is_replaced(
     medium: Medium, per_request: bool, wrong: int
 ) -> None:
     request = Request(medium)
-    server = Server(MultiModalStaticCache, 100 * ROW, per_request=per_request)
+    server = Server(SchedulerCache, 100 * ROW, per_request=per_request)
     key = 1005 if medium.modality == "image" else server.cache.combine_hashes([1005])
     stale = multimodal_cache.EmbeddingResult(embedding=torch.zeros(wrong, 4))
     assert server.cache.set(key, stale)
@@ -301,7 +321,7 @@ def test_entries_do_not_keep_the_batch(path: str, output: str) -> None:
             batches.append(weakref.ref(batch.untyped_storage()))
             return batch
 
-    server = Watching(MultiModalStaticCache, 7 * ROW, output, per_request)
+    server = Watching(SchedulerCache, 7 * ROW, output, per_request)
     embedding, _, _ = server.prefill(*(request.whole() for request in requests))
     assert 0 < recount(server.cache) == server.cache.current_size <= 7 * ROW
     del embedding
@@ -325,14 +345,14 @@ def test_what_shares_an_entry_in_sglang_s_own_does_not_here(first: Medium, secon
     theirs = Server(sglangs.Cache, 100 * ROW)
     theirs.prefill(one.whole())
     assert torch.equal(theirs.prefill(other.whole())[0], one.rows)
-    ours = Server(MultiModalStaticCache, 100 * ROW)
+    ours = Server(SchedulerCache, 100 * ROW)
     for request in (one, other, one):
         assert torch.equal(ours.prefill(request.whole())[0], request.rows)
     assert ours.calls == [[5], [6], [5]]
 
 
 def test_hits_include_sglang_s_reads_after_its_own_sets() -> None:
-    server = Server(MultiModalStaticCache, 100 * ROW)
+    server = Server(SchedulerCache, 100 * ROW)
     request = Request(image(1, 3), image(2, 5))
     server.prefill(request.whole())
     stats = server.cache.stats()

@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,9 @@ def test_the_figures_agree_with_each_other(capsys: pytest.CaptureFixture[str], d
     assert shown["bytes_held"] % (NUM_TOKENS * WIDTH * 4) == 0 < shown["bytes_held"]
     assert shown["max_size"] == 64 * 2**20
     assert shown["speed_up"] == shown["seconds_without"] / shown["seconds_with"]
+    ratio = shown["images_encoded_without"] / shown["images_encoded_with"]
+    assert shown["encode_ratio"] == ratio > 1
+    assert shown["left_out"] == []
     assert shown["largest_difference"] <= serving.TOLERANCE
     assert (shown["device"], shown["images"], shown["evictions"]) == (device, 12, 0)
 
@@ -87,7 +92,8 @@ def test_image_files_of_all_formats_are_read(
 def test_files_keep_their_pixels(photographs: Path) -> None:
     paths = images.find_images(photographs)
     assert [path.name for path in paths] == ["a.png", "b.JPG", "c.webp", "d.gif", "e.jpeg"]
-    read = images.read_images(paths)
+    read, left_out = images.read_images(paths)
+    assert left_out == []
     assert {(tuple(image.shape), image.dtype) for image in read} == {((3, 224, 224), torch.uint8)}
     png, grey = read[0].float(), read[4].float()
     assert torch.equal(grey[0], grey[2])
@@ -106,13 +112,65 @@ def test_the_same_picture_in_two_files_is_one_image(
     assert shown["encoder_calls_with"] + shown["hits"] == 6
 
 
-def test_sixteen_bits_a_pixel_are_scaled(tmp_path: Path) -> None:
-    ramp = np.linspace(0, 65535, 64 * 64).astype(np.uint16).reshape(64, 64)
-    Image.fromarray(ramp).save(tmp_path / "ramp.png")
-    (read,) = images.read_images([tmp_path / "ramp.png"])
-    assert read.float().mean().item() == pytest.approx(127, abs=2)
-    assert read.min() <= 2
-    assert read.max() >= 253
+@pytest.mark.parametrize("mode", ["I;16", "I;16B", "I;16L", "I"])
+def test_sixteen_bits_a_pixel_are_scaled(mode: str, tmp_path: Path) -> None:
+    ramp = np.linspace(0, 65535, 64 * 64).reshape(64, 64)
+    dtype = {"I;16B": ">u2", "I": "<i4"}.get(mode, "<u2")
+    path = tmp_path / "ramp.png"  # Pillow goes by what is in it
+    Image.frombytes(mode, (64, 64), ramp.astype(dtype).tobytes()).save(path, "TIFF")
+    with Image.open(path) as image:
+        assert image.mode in (mode, "I;16")
+    read = read_one(path).float()
+    assert read.mean().item() == pytest.approx(127, abs=2)
+    assert read[:, 0].max() <= 4
+    assert read[:, -1].min() >= 251
+
+
+def test_big_endian_files_of_sixteen_bits_are_what_pillow_calls_so(tmp_path: Path) -> None:
+    # That the test above tests what it says, whatever modes Pillow writes.
+    path = tmp_path / "ramp.png"
+    Image.frombytes("I;16B", (2, 2), bytes(8)).save(path, "TIFF")
+    with Image.open(path) as image:
+        assert image.mode == "I;16B"
+
+
+def read_one(path: Path) -> torch.Tensor:
+    (read,), left_out = images.read_images([path])
+    assert left_out == []
+    return read
+
+
+STORED = {  # how the sensor sees a photograph of each orientation
+    1: None,
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
+
+
+@pytest.mark.parametrize("orientation", STORED)
+def test_photographs_are_turned_upright(orientation: int, tmp_path: Path) -> None:
+    corners = np.array([[10, 90], [170, 250]], dtype=np.uint8).repeat(32, 0).repeat(32, 1)
+    upright = Image.fromarray(corners)
+    method = STORED[orientation]
+    stored = upright if method is None else upright.transpose(method)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stored.save(tmp_path / "stored.png", exif=exif)
+    upright.save(tmp_path / "upright.png")
+    assert torch.equal(read_one(tmp_path / "stored.png"), read_one(tmp_path / "upright.png"))
+
+
+def test_a_photograph_whose_exif_data_are_malformed_is_read(tmp_path: Path) -> None:
+    pixels = Image.new("RGB", (8, 8), (10, 20, 30))
+    pixels.save(tmp_path / "a.png", exif=b"Exif\0\0not EXIF")
+    with Image.open(tmp_path / "a.png") as image, pytest.raises(SyntaxError):
+        image.getexif()
+    assert read_one(tmp_path / "a.png")[:, 0, 0].tolist() == [10, 20, 30]
 
 
 def test_the_table_says_what_the_figures_say(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,6 +182,7 @@ def test_the_table_says_what_the_figures_say(capsys: pytest.CaptureFixture[str])
         r"images encoded +8 +2",
         r"hit rate +- +75.0%",
         r"bytes held / budget +- +0.6 / 64.0 MiB",
+        r"fewer encoded +1.0x +4.0x",
         r"seconds +\d+\.\d\d +\d+\.\d\d",
         r"speed-up +1.0x +\d+\.\dx",
         r"all 6 hits equal what was encoded, bit for bit; the embeddings of both runs (are|diff)",
@@ -190,21 +249,67 @@ def broken_files() -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("name", broken_files())
-def test_a_broken_image_is_named_in_one_line(
-    name: str, photographs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (photographs / name).write_bytes(broken_files()[name])
-    message = error_of(capsys, "--images", str(photographs))
-    assert message.startswith(f"--images: can't read {photographs / name} as an image: ")
+def add_broken_files(folder: Path) -> list[str]:
+    """Adds files that can't be read as images; returns their names, sorted."""
+    broken = broken_files()
+    whole = (folder / "b.JPG").read_bytes()
+    broken["cut.jpg"] = whole[: len(whole) // 2]
+    broken["._b.JPG"] = b"\0\x05\x16\x07\0\x02\0\0Mac OS X        " + bytes(80)
+    for name, data in broken.items():
+        (folder / name).write_bytes(data)
+    (folder / "nowhere.png").symlink_to(folder / "no such file")
+    (folder / "loop.png").symlink_to(folder / "loop.png")
+    return sorted([*broken, "nowhere.png", "loop.png"])
 
 
-def test_a_truncated_image_is_named_in_one_line(
+def test_what_can_be_read_is_served_and_the_rest_is_named(
     photographs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = (photographs / "b.JPG").read_bytes()
-    (photographs / "cut.jpg").write_bytes(whole[: len(whole) // 2])
-    assert "cut.jpg as an image: " in error_of(capsys, "--images", str(photographs))
+    names = add_broken_files(photographs)
+    assert main(["--images", str(photographs), "--requests", "2", "--json"]) == 0
+    captured = capsys.readouterr()
+    shown = json.loads(captured.out)
+    assert shown["images"] == 5
+    assert [file["file"] for file in shown["left_out"]] == names
+    reasons = {file["file"]: file["reason"] for file in shown["left_out"]}
+    assert reasons["nowhere.png"] == "No such file or directory"
+    assert captured.err.splitlines() == [
+        f"python -m multimodal_cache: left out {name}: {reasons[name]}" for name in names
+    ]
+
+
+def test_the_table_says_how_many_were_left_out(
+    photographs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (photographs / "two\nlines.png").write_bytes(b"")
+    assert main(["--images", str(photographs), "--requests", "1"]) == 0
+    captured = capsys.readouterr()
+    assert re.match(r"ViT-S/16 on \w+, 5 images, 1 left out\n", captured.out)
+    assert captured.err.startswith("python -m multimodal_cache: left out two lines.png: cannot ")
+    assert captured.err.count("\n") == 1
+
+
+def test_many_files_that_are_left_out_are_no_flood(
+    photographs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(25):
+        (photographs / f"{number:02}.png").write_bytes(b"")
+    assert main(["--images", str(photographs), "--requests", "1"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 11
+    assert "left out 09.png: " in lines[9]
+    assert lines[10] == "python -m multimodal_cache: left out 15 more, which --json lists"
+
+
+@pytest.mark.parametrize("name", broken_files())
+def test_where_nothing_is_left_one_line_says_so(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_bytes(broken_files()[name])
+    (tmp_path / "zzz.png").write_bytes(b"")
+    message = error_of(capsys, "--images", str(tmp_path))
+    start = f"--images: can't read any file (2 tried), the first of them {tmp_path / name}: "
+    assert message.startswith(start)
 
 
 def test_a_folder_without_images_is_named(
@@ -251,13 +356,43 @@ def test_one_wrong_bit_of_a_hit_is_found(
 
 
 def test_runs_that_differ_are_found() -> None:
-    one, other = (serving.Run(1, 1, 1.0, {0: torch.full((2, 2), x)}) for x in (0.0, 0.1))
+    one, other, nan = ({0: torch.full((2, 2), x)} for x in (0.0, 0.1, float("nan")))
     assert serving.largest_difference(one, one) == 0.0
     with pytest.raises(serving.WrongEmbeddingError, match="differ by 0.1"):
         serving.largest_difference(one, other)
-    nan = serving.Run(1, 1, 1.0, {0: torch.full((2, 2), float("nan"))})
     with pytest.raises(serving.WrongEmbeddingError):
         serving.largest_difference(one, nan)
+
+
+def test_a_neighbour_that_comes_halfway_slows_both_runs_alike(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = 0
+
+    def clock() -> float:
+        """A tick a call, of which each serving makes two; ten from the half of them on."""
+        nonlocal calls
+        calls += 1
+        return float(calls if calls <= 40 else 40 + 10 * (calls - 40))
+
+    monkeypatch.setattr(time, "perf_counter", clock)
+    shown = figures(capsys, "--requests", "20")
+    assert calls == 80
+    assert shown["seconds_without"] == shown["seconds_with"] == 110
+    assert shown["speed_up"] == 1
+
+
+def test_requests_are_served_in_turn_and_the_first_changes() -> None:
+    class Recorder(serving.Run):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def serve(self, request: serving.Request) -> None:
+            served.append(f"{self.name}{request[0]}")
+
+    served: list[str] = []
+    serving.serve_in_turn([(1,), (2,), (3,)], [Recorder("a"), Recorder("b")])
+    assert served == ["a1", "b1", "b2", "a2", "a3", "b3"]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -309,3 +444,20 @@ def test_it_runs_as_a_module() -> None:
     shown = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "encoder calls" in shown.stdout
     assert shown.stderr == ""
+
+
+def test_it_says_which_version_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"multimodal-cache {metadata.version('multimodal-cache')}\n"
+
+
+def test_it_runs_where_the_package_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert figures(capsys, "--requests", "1")["requests"] == 1

@@ -1,15 +1,21 @@
 """A byte-exact, thread-safe cache for the embeddings of vision, audio and video encoders."""
 
-from multimodal_cache.base import (
-    CombinedHash,
-    EmbeddingResult,
-    EmbeddingTypeError,
-    MultimodalCache,
-)
-from multimodal_cache.encoder import CachedEncoder
-from multimodal_cache.keys import hash_feature
-from multimodal_cache.static_cache import MultiModalStaticCache
-from multimodal_cache.stats import CacheStats, EncoderStats
+try:
+    from multimodal_cache.base import (
+        CombinedHash,
+        EmbeddingResult,
+        EmbeddingTypeError,
+        MultimodalCache,
+    )
+    from multimodal_cache.encoder import CachedEncoder
+    from multimodal_cache.keys import hash_feature
+    from multimodal_cache.static_cache import MultiModalStaticCache
+    from multimodal_cache.stats import CacheStats, EncoderStats
+except KeyboardInterrupt:  # torch takes seconds
+    from multimodal_cache._command import end_if_starting
+
+    end_if_starting()
+    raise
 
 __all__ = [
     "CacheStats",

@@ -1,4 +1,4 @@
-"""The demonstration: a vision encoder serves requests without the cache, then with it.
+"""The demonstration: a vision encoder serves requests, each without the cache and with it.
 
 ``python -m multimodal_cache --help`` lists the options.
 """
@@ -10,23 +10,34 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from multimodal_cache import CachedEncoder, MultiModalStaticCache
+from multimodal_cache._command import run
 from multimodal_cache._demo.encoder import VisionTransformer
-from multimodal_cache._demo.images import ImageError, find_images, make_images, read_images
+from multimodal_cache._demo.images import (
+    ImageError,
+    LeftOut,
+    find_images,
+    make_images,
+    read_images,
+)
 from multimodal_cache._demo.serving import (
+    Run,
     Server,
     WrongEmbeddingError,
     largest_difference,
     plan_requests,
+    serve_in_turn,
 )
 
 MIB = 2**20
 GENERATED_IMAGES = 12
+LEFT_OUT_SHOWN = 10
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,19 +62,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     options = parser.parse_args(arguments)
+    left_out: list[LeftOut] = []
     try:
         device = _device(options.device)
         if options.images is None:
             images = make_images(GENERATED_IMAGES, options.seed)
         else:
-            images = read_images(_progress("reading images", find_images(options.images)))
+            paths = find_images(options.images)
+            images, left_out = read_images(_progress("reading images", paths))
     except (ImageError, ValueError) as error:
         parser.error(str(error))
+    for line in _left_out_lines(left_out):
+        sys.stderr.write(f"{parser.prog}: {line}\n")
     try:
         figures = demonstrate(images, device, options.requests, options.max_size, options.seed)
     except WrongEmbeddingError as error:
         sys.stderr.write(f"{parser.prog}: the cache is wrong: {error}\n")
         return 1
+    figures["left_out"] = [{"file": file.path.name, "reason": file.reason} for file in left_out]
     text = json.dumps(figures, indent=2) if options.json else _table(figures)
     sys.stdout.write(f"{text}\n")
     return 0
@@ -72,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def demonstrate(
     images: list[torch.Tensor], device: torch.device, num_requests: int, max_size: int, seed: int
 ) -> dict[str, Any]:
-    """Serves the same requests without and with the cache, and checks the embeddings.
+    """Serves each request without the cache and with it, and checks the embeddings.
 
     Raises:
         WrongEmbeddingError: A hit isn't what was encoded, or the two runs don't agree.
@@ -83,8 +99,8 @@ def demonstrate(
     cache = MultiModalStaticCache(max_size)
     encoder = CachedEncoder(cache, server.encode, namespace=vision_transformer.version)
     server.encode(images[:1])  # the first call pays for torch's own set-up
-    without = server.run(_progress("without the cache", requests), server.encode)
-    cached = server.run(_progress("with the cache", requests), encoder)
+    without, cached = Run(server, server.encode), Run(server, encoder)
+    serve_in_turn(_progress("serving", requests), (without, cached))
     stats = cache.stats()
     return {
         "device": str(device),
@@ -94,6 +110,7 @@ def demonstrate(
         "encoder_calls_with": cached.encoder_calls,
         "images_encoded_without": without.images_encoded,
         "images_encoded_with": cached.images_encoded,
+        "encode_ratio": without.images_encoded / cached.images_encoded,
         "hits": stats.hits,
         "hit_rate": stats.hit_rate,
         "evictions": stats.evictions,
@@ -102,7 +119,7 @@ def demonstrate(
         "seconds_without": without.seconds,
         "seconds_with": cached.seconds,
         "speed_up": without.seconds / cached.seconds,
-        "largest_difference": largest_difference(without, cached),
+        "largest_difference": largest_difference(without.embeddings, cached.embeddings),
     }
 
 
@@ -126,15 +143,17 @@ def _table(figures: dict[str, Any]) -> str:
             "-",
             f"{figures['bytes_held'] / MIB:.1f} / {figures['max_size'] / MIB:.1f} MiB",
         ),
+        ("fewer encoded", "1.0x", f"{figures['encode_ratio']:.1f}x"),
         ("seconds", f"{figures['seconds_without']:.2f}", f"{figures['seconds_with']:.2f}"),
         ("speed-up", "1.0x", f"{figures['speed_up']:.1f}x"),
     ]
     difference = figures["largest_difference"]
     agreement = f"differ by at most {difference:.1g}" if difference else "are equal"
+    left_out = f", {len(figures['left_out'])} left out" if figures["left_out"] else ""
     lines = [f"{name:<21}{without:>10}{cached:>18}" for name, without, cached in rows]
     return "\n".join(
         [
-            f"ViT-S/16 on {figures['device']}, {figures['images']} images",
+            f"ViT-S/16 on {figures['device']}, {figures['images']} images{left_out}",
             "",
             *lines,
             "",
@@ -144,18 +163,26 @@ def _table(figures: dict[str, Any]) -> str:
     )
 
 
+def _left_out_lines(left_out: list[LeftOut]) -> Iterable[str]:
+    for file in left_out[:LEFT_OUT_SHOWN]:
+        yield f"left out {' '.join(file.path.name.splitlines())}: {file.reason}"
+    if left_out[LEFT_OUT_SHOWN:]:
+        yield f"left out {len(left_out) - LEFT_OUT_SHOWN} more, which --json lists"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="python -m multimodal_cache",
         description="Serves requests that ask several questions about the same images, from one "
         "to three each, without the cache and with it.",
     )
+    parser.add_argument("--version", action="version", version=f"multimodal-cache {_version()}")
     parser.add_argument(
         "--images",
         type=Path,
         metavar="DIR",
-        help="a folder of PNG, JPEG, WebP or GIF files, which are scaled to 224 x 224 "
-        "(default: images made from the seed)",
+        help="a folder of PNG, JPEG, WebP or GIF files, which are scaled to 224 x 224; "
+        "those that can't be read are named and left out (default: images made from the seed)",
     )
     parser.add_argument(
         "--requests",
@@ -183,6 +210,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("multimodal-cache")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def _number_of_requests(text: str) -> int:
@@ -232,7 +266,4 @@ def _progress(what: str, items: Sequence[Any]) -> Iterable[Any]:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run(main)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import stat
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from multimodal_cache._demo.encoder import IMAGE_SIZE
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 SUFFIXES = (".gif", ".jpeg", ".jpg", ".png", ".webp")
 
@@ -18,8 +24,21 @@ class ImageError(Exception):
     """The images asked for can't be had; the message says why, in one line."""
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """A file that can't be read as an image.
+
+    Attributes:
+        path: Where it is.
+        reason: What is wrong with it, in one line.
+    """
+
+    path: Path
+    reason: str
+
+
 def find_images(folder: Path) -> list[Path]:
-    """Returns the image files in a folder, by name.
+    """Returns the files in a folder that are images by their name, sorted.
 
     Raises:
         ImageError: There is no such folder, or no image in it, or Pillow isn't installed.
@@ -31,7 +50,8 @@ def find_images(folder: Path) -> list[Path]:
     try:
         if not folder.is_dir():
             raise ImageError(f"--images: expected a folder, got {folder}")
-        paths = sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES and p.is_file())
+        named = (path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+        paths = sorted(path for path in named if _may_be_file(path))
     except OSError as error:
         raise ImageError(f"--images: can't read {folder}: {error.strerror}") from error
     if not paths:
@@ -39,13 +59,28 @@ def find_images(folder: Path) -> list[Path]:
     return paths
 
 
-def read_images(paths: Iterable[Path]) -> list[torch.Tensor]:
-    """Reads image files as ``[3, 224, 224]`` bytes each.
+def read_images(paths: Iterable[Path]) -> tuple[list[torch.Tensor], list[LeftOut]]:
+    """Reads image files as ``[3, 224, 224]`` bytes each, upright.
+
+    Returns:
+        The images, and the files that can't be read as one.
 
     Raises:
-        ImageError: A file can't be read as an image.
+        ImageError: No file can be read.
     """
-    return [_read_image(path) for path in paths]
+    images: list[torch.Tensor] = []
+    left_out: list[LeftOut] = []
+    for path in paths:
+        try:
+            images.append(_read_image(path))
+        except Exception as error:  # noqa: BLE001  # a broken file can raise nearly anything
+            left_out.append(LeftOut(path, _reason(error)))
+    if left_out and not images:
+        raise ImageError(
+            f"--images: can't read any file ({len(left_out)} tried), the first of them "
+            f"{left_out[0].path}: {left_out[0].reason}"
+        )
+    return images, left_out
 
 
 def make_images(count: int, seed: int) -> list[torch.Tensor]:
@@ -56,17 +91,40 @@ def make_images(count: int, seed: int) -> list[torch.Tensor]:
     return list((smooth.clamp(0, 1) * 255).to(torch.uint8))
 
 
+def _may_be_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError:  # a link to nowhere, for one: reading it says what is wrong
+        return True
+
+
 def _read_image(path: Path) -> torch.Tensor:
     from PIL import Image
 
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # large photographs and odd palettes are no errors
-            with Image.open(path) as image:
-                if image.mode.startswith("I"):  # 16 bits a pixel, which convert() would clip
-                    image = image.point(lambda value: value * (1 / 256)).convert("L")
-                small = image.convert("RGBA").convert("RGB").resize((IMAGE_SIZE, IMAGE_SIZE))
-    except Exception as error:  # a broken file can raise nearly anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ImageError(f"--images: can't read {path} as an image: {reason}") from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # large photographs and odd palettes are no errors
+        with Image.open(path) as image:
+            image.load()
+            small = _to_rgb(_upright(image)).resize((IMAGE_SIZE, IMAGE_SIZE))
     return torch.from_numpy(np.array(small)).permute(2, 0, 1).contiguous()
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    from PIL import ImageOps
+
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # noqa: BLE001  # malformed EXIF data, while the pixels are good
+        return image
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):  # 16 bits a pixel, which convert("L") would clip
+        image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+    return image.convert("RGBA").convert("RGB")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror  # without the path
+    return " ".join(str(error).split()) or type(error).__name__

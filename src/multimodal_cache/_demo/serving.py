@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -17,27 +16,13 @@ TOLERANCE = 1e-3  # the outputs of the encoder are layer-normalised, of size 1
 
 Request = tuple[int, ...]
 """The images that a question is about, as indices."""
+Batch = tuple[Sequence[torch.Tensor], torch.Tensor]
+"""What the vision encoder was given, and what it made of it."""
+Embed = Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]
 
 
 class WrongEmbeddingError(Exception):
     """An image got another embedding than the one that was encoded for it."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """What it took to serve all the requests.
-
-    Attributes:
-        encoder_calls: How often the vision encoder ran.
-        images_encoded: The images that it got.
-        seconds: The time in the encoder and, with a cache, in hashing and the cache.
-        embeddings: What the images got, by their index.
-    """
-
-    encoder_calls: int
-    images_encoded: int
-    seconds: float
-    embeddings: dict[int, torch.Tensor]
 
 
 def plan_requests(count: int, num_images: int, seed: int) -> list[Request]:
@@ -58,15 +43,18 @@ class Server:
         encoder: The vision encoder.
         images: ``[3, 224, 224]`` bytes each, on the CPU, as a server gets them.
         device: Where the encoder runs and the embeddings are kept.
+
+    Attributes:
+        images: As given.
     """
 
     def __init__(
         self, encoder: VisionTransformer, images: Sequence[torch.Tensor], device: torch.device
     ) -> None:
         self._encoder = encoder
-        self._images = images
+        self.images = images
         self._device = device
-        self._batches: list[tuple[Sequence[torch.Tensor], torch.Tensor]] = []
+        self._batches: list[Batch] = []
 
     def encode(self, images: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns ``[images, tokens, hidden]``."""
@@ -75,40 +63,22 @@ class Server:
         self._batches.append((images, embeddings))
         return embeddings
 
-    def run(
-        self,
-        requests: Iterable[Request],
-        embed: Callable[[list[torch.Tensor]], Iterable[torch.Tensor]],
-    ) -> Run:
-        """Serves requests.
+    def answer(
+        self, request: Request, embed: Embed
+    ) -> tuple[list[torch.Tensor], list[Batch], float]:
+        """Serves a request.
 
         Args:
-            requests: The images of each.
+            request: The images that it is about.
             embed: ``encode``, or a ``CachedEncoder`` around it.
 
-        Raises:
-            WrongEmbeddingError: An answer differs, in one bit or more, from what was encoded for
-                that image.
+        Returns:
+            The embeddings, what was encoded for them, and the seconds that it took.
         """
-        calls = encoded = 0
-        seconds = 0.0
-        truth: dict[bytes, torch.Tensor] = {}
-        answers: dict[int, torch.Tensor] = {}
-        for request in requests:
-            self._batches = []
-            began = self._clock()
-            embeddings = embed([self._images[index] for index in request])
-            seconds += self._clock() - began
-            for images, batch in self._batches:
-                calls += 1
-                encoded += len(images)
-                for image, embedding in zip(images, batch, strict=True):
-                    truth[image.numpy().tobytes()] = embedding.clone()
-            for index, embedding in zip(request, embeddings, strict=True):
-                answers[index] = truth[self._images[index].numpy().tobytes()]
-                if not _same_bits(embedding, answers[index]):
-                    raise WrongEmbeddingError(f"image {index} got what wasn't encoded for it")
-        return Run(calls, encoded, seconds, answers)
+        self._batches = []
+        began = self._clock()
+        embeddings = list(embed([self.images[index] for index in request]))
+        return embeddings, self._batches, self._clock() - began
 
     def _clock(self) -> float:
         if self._device.type == "cuda":
@@ -116,20 +86,81 @@ class Server:
         return time.perf_counter()
 
 
+class Run:
+    """One way of serving the requests, and what it took so far.
+
+    Args:
+        server: Serves them.
+        embed: Its ``encode``, or a ``CachedEncoder`` around it.
+
+    Attributes:
+        encoder_calls: How often the vision encoder ran.
+        images_encoded: The images that it got.
+        seconds: The time in the encoder and, with a cache, in hashing and the cache.
+        embeddings: What the images got, by their index.
+    """
+
+    def __init__(self, server: Server, embed: Embed) -> None:
+        self._server = server
+        self._embed = embed
+        self._encoded: dict[bytes, torch.Tensor] = {}
+        self.encoder_calls = self.images_encoded = 0
+        self.seconds = 0.0
+        self.embeddings: dict[int, torch.Tensor] = {}
+
+    def serve(self, request: Request) -> None:
+        """Serves one request, and checks the answer.
+
+        Raises:
+            WrongEmbeddingError: It differs, in one bit or more, from what was encoded for that
+                image.
+        """
+        embeddings, batches, seconds = self._server.answer(request, self._embed)
+        self.seconds += seconds
+        for images, batch in batches:
+            self.encoder_calls += 1
+            self.images_encoded += len(images)
+            for image, embedding in zip(images, batch, strict=True):
+                self._encoded[_pixels(image)] = embedding.clone()
+        for index, embedding in zip(request, embeddings, strict=True):
+            expected = self._encoded[_pixels(self._server.images[index])]
+            if not _same_bits(embedding, expected):
+                raise WrongEmbeddingError(f"image {index} got what wasn't encoded for it")
+            self.embeddings[index] = expected
+
+
+def serve_in_turn(requests: Iterable[Request], runs: Sequence[Run]) -> None:
+    """Serves each request in every way, so that what else the machine does meets all alike.
+
+    The one that begins changes from request to request.
+
+    Raises:
+        WrongEmbeddingError: As ``Run.serve``.
+    """
+    order = list(runs)
+    for request in requests:
+        for run in order:
+            run.serve(request)
+        order.append(order.pop(0))
+
+
+def _pixels(image: torch.Tensor) -> bytes:
+    return image.numpy().tobytes()
+
+
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))  # -0.0 isn't 0.0
 
 
-def largest_difference(one: Run, other: Run) -> float:
-    """Compares what two runs answered for each image.
+def largest_difference(
+    ones: Mapping[int, torch.Tensor], others: Mapping[int, torch.Tensor]
+) -> float:
+    """Compares the embeddings that two runs have for each image.
 
     Raises:
         WrongEmbeddingError: They differ by more than batched arithmetic does.
     """
-    difference = max(
-        (embedding - other.embeddings[index]).abs().max().item()
-        for index, embedding in one.embeddings.items()
-    )
+    difference = max((one - others[index]).abs().max().item() for index, one in ones.items())
     if not difference <= TOLERANCE:
         raise WrongEmbeddingError(f"the runs with and without the cache differ by {difference}")
     return difference

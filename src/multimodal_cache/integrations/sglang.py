@@ -3,6 +3,8 @@
 When a server and its schedulers start, SGLang calls the entry points of the group
 ``sglang.srt.plugins``: all of them, or those that ``SGLANG_PLUGINS`` names. They register
 replacements, which SGLang then puts in wherever the originals have been imported.
+
+``python -m multimodal_cache.integrations.sglang`` says whether that would happen.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from multimodal_cache.static_cache import MultiModalStaticCache
 
 logger = logging.getLogger(__name__)
 
-_TARGET = "sglang.srt.mem_cache.multimodal_cache.MultiModalStaticCache"
+TARGET = "sglang.srt.mem_cache.multimodal_cache.MultiModalStaticCache"
 
 # What ours stands in for: the methods of SGLang's class, how they are called, and its attributes.
 _METHODS = {
@@ -33,25 +35,64 @@ _METHODS = {
 _ATTRIBUTES = {"current_size", "max_size", "mm_cache"}
 
 
+class SchedulerCache(MultiModalStaticCache):
+    """What SGLang makes in place of its own class: ours, which says so in the log.
+
+    SGLang makes it after it has set up its log, unlike the plugin's own lines.
+
+    Args:
+        max_size: The budget in bytes. One below 0 is 0: SGLang's own class takes it, and refuses
+            every value.
+    """
+
+    def __init__(self, max_size: int) -> None:
+        super().__init__(max(max_size, 0))
+        nothing = "" if self.max_size else ": it keeps nothing"
+        logger.info(
+            "%s is in place of SGLang's cache, with a budget of %d bytes (%.1f MiB)%s",
+            CLASS,
+            self.max_size,
+            self.max_size / 2**20,
+            nothing,
+        )
+
+    def __repr__(self) -> str:
+        return f"{__name__}.{super().__repr__()}"  # SGLang has caches of its own
+
+
+CLASS = f"{__name__}.{SchedulerCache.__qualname__}"
+
+
 def register() -> None:
-    """Registers our ``MultiModalStaticCache`` in place of SGLang's. SGLang calls this.
+    """Registers ``SchedulerCache`` in place of SGLang's class. SGLang calls this.
 
     SGLang's ``EmbeddingResult`` and its subclasses stay SGLang's own, and ours takes them.
 
-    Logs one line: what is replaced (INFO); or why SGLang's class stays in place (WARNING): it is
-    not found, or its public methods or their parameters aren't those that ours stands in for.
+    Logs one line: what is replaced (INFO); or why SGLang's class stays in place (WARNING).
+    """
+    if reason := obstacle():
+        logger.warning("%s stays in place%s", TARGET, reason)
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(TARGET, SchedulerCache, HookType.REPLACE)
+    logger.info("replacing %s with %s", TARGET, CLASS)
+
+
+def obstacle() -> str | None:
+    """Says why SGLang's class must stay in place, or None.
+
+    It or SGLang's plugins can't be imported, or its public methods or their parameters aren't
+    those that ours stands in for.
     """
     try:
         from sglang.srt.mem_cache.multimodal_cache import MultiModalStaticCache as SGLangCache
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: F401
     except ImportError as error:
-        logger.warning("%s stays in place: %s", _TARGET, error)
-        return
+        return f": {error}"
     if changes := _changes(SGLangCache):
-        logger.warning("%s stays in place, since it has changed: %s", _TARGET, "; ".join(changes))
-        return
-    HookRegistry.register(_TARGET, MultiModalStaticCache, HookType.REPLACE)
-    logger.info("replacing %s with multimodal_cache.MultiModalStaticCache", _TARGET)
+        return f", since it has changed: {'; '.join(changes)}"
+    return None
 
 
 def _changes(cls: Any) -> list[str]:
@@ -78,3 +119,10 @@ def _call_form(attribute: Any) -> str:
     parameters = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
     untyped = signature.replace(parameters=parameters, return_annotation=signature.empty)
     return f"async {untyped}" if inspect.iscoroutinefunction(attribute) else str(untyped)
+
+
+if __name__ == "__main__":
+    from multimodal_cache._command import run
+    from multimodal_cache.integrations._sglang_check import main
+
+    run(main)

@@ -1,0 +1,46 @@
+"""How a command of the package, ``python -m multimodal_cache...``, ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+# As a shell reports that a signal, SIGINT or SIGPIPE, has ended a process.
+INTERRUPTED = 130
+PIPE_CLOSED = 141
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Runs a command and exits with its status.
+
+    Ctrl-C and a reader that has gone (``| head``) end it too, with statuses of their own and
+    without a traceback.
+    """
+    try:
+        try:
+            status = main()
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()  # at exit it would be too late to catch what that raises
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except BrokenPipeError:
+        status = PIPE_CLOSED
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):  # which Python will try to flush again
+            os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+    sys.exit(status)
+
+
+def end_if_starting() -> None:
+    """Exits if Python is looking for the module of such a command, and has not begun it.
+
+    For Ctrl-C while it imports the package, when nothing else in the package can catch it.
+    Python has "-m" for ``sys.argv[0]`` then.
+    """
+    words = [word.removeprefix("-m").partition(".")[0] for word in sys.orig_argv]
+    if sys.argv[:1] == ["-m"] and __package__ in words:
+        sys.exit(INTERRUPTED)
