@@ -26,6 +26,7 @@ from multimodal_cache import (
     MultiModalStaticCache,
     hash_feature,
 )
+from multimodal_cache._modes import outside_graphs
 
 
 def test_only_what_is_missing_is_encoded_in_one_call() -> None:
@@ -546,6 +547,11 @@ def test_a_partial_of_a_coroutine_function_is_one() -> None:
 
 
 # torch
+
+
+def test_what_can_not_be_traced_runs_outside_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert outside_graphs(divmod)(7, 2) == (3, 1)
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])

@@ -289,7 +289,13 @@ class UncopyableError(OSError):
         raise TypeError("not this one either")
 
 
-@pytest.mark.parametrize("error", [UncopyableError("bad")])
+def changed_error() -> OSError:
+    error = OSError("bad")
+    error.args = (2, "bad")  # of which Python makes a FileNotFoundError
+    return error
+
+
+@pytest.mark.parametrize("error", [UncopyableError("bad"), changed_error()])
 def test_who_waits_for_what_can_not_be_copied_tries_again(error: Exception) -> None:
     with pytest.raises(TypeError):
         SharedError(error)

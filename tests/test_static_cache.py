@@ -843,3 +843,31 @@ def test_what_leaves_the_cache_is_dropped() -> None:
     cache.clear()
     gc.collect()
     assert watched[2]() is None
+
+
+def test_a_budget_below_one_embedding_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    cache = MultiModalStaticCache(50)
+    for key in (1, 2):
+        assert not cache.set(key, result(20))
+        assert cache.set(10 + key, result(10))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "an embedding of 80 bytes was not cached" in record.getMessage()
+    assert "larger than max_size, 50 bytes" in record.getMessage()
+
+
+def test_a_cache_that_is_off_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    cache = MultiModalStaticCache(0)
+    assert not cache.set(1, result(20))
+    assert not cache.set(None, result(20))
+    assert caplog.records == []
+
+
+def test_a_refusal_for_another_reason_is_no_matter_of_size(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache = MultiModalStaticCache(50)
+    generation = cache.generation
+    cache.clear()
+    assert not cache.set(1, result(10), generation=generation)
+    assert caplog.records == []

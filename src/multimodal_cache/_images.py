@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import os
@@ -12,6 +11,8 @@ import threading
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from multimodal_cache._errors import copy_error
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -92,8 +93,8 @@ def _again(error: BaseException) -> Exception:
     """Returns such an error anew, without the frames that the first one holds."""
     if isinstance(error, Exception):
         try:
-            return copy.copy(error)
-        except Exception:  # noqa: BLE001  # whatever its constructor raises
+            return copy_error(error)
+        except Exception:  # noqa: BLE001  # whatever its class does
             pass
     return OSError(f"the image could not be loaded: {error!r}")
 

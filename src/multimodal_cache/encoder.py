@@ -51,8 +51,8 @@ class CachedEncoder:
     """Calls a vision encoder for what isn't in a cache, and for no image twice at once.
 
     Any number of threads, and of asyncio tasks on any number of event loops, may call one
-    encoder. A key that one of them is encoding is waited for by the others. The life of a key
-    that isn't cached:
+    encoder. A key that one of them is encoding is waited for by the others; two encoders around
+    one cache don't know of each other's. The life of a key that isn't cached:
 
     1. A call looks up all its keys in the cache.
     2. Under the lock it *claims* the missing keys that nobody has claimed: each gets a flight,
@@ -60,7 +60,9 @@ class CachedEncoder:
     3. It encodes all that it claimed, in one call of ``encode``, without the lock.
     4. The flights *land*: the embeddings go into the cache, the flights leave the table, and
        then those who wait get them. If ``encode`` failed they get its error, where it had
-       nothing but their key to encode; else, or where it was interrupted, they get nothing.
+       nothing but their key to encode: an error of their own, of the same type, whose
+       ``__cause__`` leads to what ``encode`` raised. Else, or where it was interrupted or its
+       error can't be copied, they get nothing.
     5. Only now the call waits for the flights of others; so calls that overlap never wait for
        each other in a circle. What it got nothing for goes back to 1.
 
@@ -76,28 +78,42 @@ class CachedEncoder:
         encode: The vision encoder. It gets a list of features, those that are missing, each
             distinct key once, in first-seen order, and returns their embeddings:
 
-            - a list or tuple with one tensor for each feature, of rank 2 or more, whose first
-              dimensions are flattened to ``[tokens, hidden]``;
+            - a list or tuple with one tensor for each feature, all of one rank and hidden size.
+              The first dimensions are flattened to ``[tokens, hidden]``; ``[hidden]`` is one row;
             - one tensor ``[features, tokens, hidden]``;
+            - one tensor ``[features, hidden]``, of one row each, where ``num_tokens`` isn't given;
             - or one tensor ``[tokens of all features, hidden]``, which is cut by ``num_tokens``;
               for one feature that isn't needed. There ``num_tokens`` is trusted: only its sum
               can be checked.
 
-            It runs under ``torch.no_grad()``, on several threads at once for different images:
-            it must allow that. It may reuse an output buffer, since each embedding is copied
-            out of what it returns, if its own calls don't overlap. It may be a coroutine
-            function (``async def``), for ``encode_async``. On a GPU it must leave its output
-            to the current stream; nothing is synchronised for those who wait.
+            Return the embeddings alone. A named tuple or a mapping, such as the output of a
+            model of ``transformers``, is refused; a plain tuple of as many things of one shape as
+            there are features can't be told from their embeddings.
+
+            It runs under ``torch.no_grad()``, on several threads at once for different images: it
+            must allow that, or ``max_concurrency`` be 1. Autocast and the like have no part in a
+            key: what changes them belongs in ``namespace``. It may reuse an output buffer, since
+            each embedding is copied out of what it returns, if its own calls don't overlap. It may
+            be a coroutine function (``async def``), for ``encode_async``. On a GPU it must leave
+            its output to the current stream; nothing is synchronised for those who wait.
         namespace: As for ``hash_feature``: whatever changes the embedding and isn't in the
             feature. It has no part in keys that are given, or made by ``key``: those must tell
             models and options apart themselves.
         key: Makes the key of a feature, an int, or None for one that must not be cached or
             shared; for example from the compressed file, or from an id that the server
             trusts. By default ``hash_feature(feature, namespace=namespace)``.
+        max_concurrency: How many calls of ``encode`` may run at once, from threads and tasks
+            together; the others wait for their turn, in order. By default there is no limit but
+            that of the threads that ``encode_async`` has for a plain ``encode``, which is
+            ``min(32, os.cpu_count() + 4)``. An ``encode`` inside another one is a part of that.
+
+    An encoder can be neither pickled nor copied. ``close()``, or the end of its ``with`` block,
+    ends its threads.
 
     Raises:
-        TypeError: ``cache`` has no ``get_single``, ``encode`` or ``key`` can't be called, or
-            ``namespace`` is neither str nor bytes.
+        TypeError: ``cache`` has no ``get_single``, ``encode`` or ``key`` can't be called,
+            ``namespace`` is neither str nor bytes, or ``max_concurrency`` is no int.
+        ValueError: ``max_concurrency`` is below 1.
     """
 
     def __init__(
@@ -163,10 +179,14 @@ class CachedEncoder:
             TypeError: An argument is of the wrong type, or ``encode`` is a coroutine function.
             ValueError: The arguments differ in length, or what ``encode`` returned has the
                 wrong type, number or shape. Nothing of it is cached.
-            RuntimeError: The call would have to wait where that would never end: inside
-                ``encode`` of this encoder, or on a thread whose event loop is running.
+            RuntimeError: The call would have to wait where that might never end: inside
+                ``encode`` of this encoder, or on a thread whose event loop is running. Inside is
+                what runs on its thread or in its task, or in a task that it awaits directly. (It
+                must not wait in another way, as by ``asyncio.gather``, for a call that wants what
+                it encodes: that isn't noticed, and hangs.) Or the encoder is closed.
             Exception: What ``encode`` raised, here or, if it encoded nothing but a key that
-                this call waited for, elsewhere. Failures aren't remembered.
+                this call waited for, elsewhere: then in an error of this call's own, also where
+                the first caller's feature was at fault. Failures aren't remembered.
         """
         self._require_open()
         if self._is_coroutine_function:
@@ -194,11 +214,14 @@ class CachedEncoder:
     ) -> list[torch.Tensor]:
         """Returns the embedding of each feature, as a call does, for asyncio.
 
-        Keys are made in a worker thread of the event loop. A plain ``encode`` runs in a thread
-        of the encoder's own, with that thread's current device and stream; a coroutine function
-        runs on the loop. Waiting takes no thread. Cancelling the task doesn't cancel an
-        ``encode`` that was begun: it finishes, and its embeddings are cached. A loop that is
-        closed with such a task in it, uncancelled, leaves its keys claimed for ever.
+        Keys are made in a worker thread of the event loop. A plain ``encode`` runs in a thread of
+        the encoder's own, under the autocast, inference mode and default device that the caller
+        had when the call began, and with its context variables; but with that thread's current
+        CUDA device and stream, and without the caller's ``TorchFunctionMode`` and
+        ``TorchDispatchMode``. A coroutine function runs on the loop, under what is set there.
+        Waiting takes no thread. Cancelling the task doesn't cancel an ``encode`` that was begun:
+        it finishes, and its embeddings are cached. A loop that is closed with such a task in it,
+        uncancelled, leaves its keys claimed for ever.
 
         Args:
             features: As above.

@@ -64,8 +64,11 @@ class MultiModalStaticCache(MultimodalCache):
 
     Keys: an int of any width, NumPy integers included. A ``CombinedHash`` also says which
     items it stands for; where both the key of the entry and the key asked for say so and they
-    differ, it is a collision, not a hit. A plain int is trusted. None means "no key": such an
-    item is never stored and never found. Anything else is a ``TypeError``, in every method.
+    differ, it is a collision, not a hit. A plain int is trusted: two images to which somebody gave
+    one int share an entry. None means "no key": such an item is never stored and never found.
+    Anything else, such as a digest as str or bytes, is a ``TypeError``, in every method. The keys
+    of single items and of lists are in one table, and are entries of their own: to free an item
+    doesn't free the lists that it is in.
 
     Ownership: what ``get`` returns is the stored object itself. Treat it, and what you have
     passed to ``set``, as read-only. It stays valid when the entry is evicted later. If the
@@ -74,10 +77,10 @@ class MultiModalStaticCache(MultimodalCache):
     Threads: every method is atomic under one re-entrant lock. What a dropped entry runs
     (finalizers, weak-reference callbacks) may call back; what ``set`` and ``resize`` evict is
     dropped under the lock, unless there is an ``on_evict``. The copy of step 3 happens under
-    the lock too: on a GPU it is a launch, on a CPU it holds other threads up for as long as
-    it takes to copy the bytes, a millisecond or so for a few MiB. An instance can be neither
-    pickled nor copied. A forked child must not use it, which is not checked: another thread
-    may hold the lock at the fork.
+    the lock too: on a GPU it is a launch, on a CPU it holds other threads up for as long as it
+    takes to allocate and copy the bytes, about half a millisecond for each MiB. An instance
+    can be neither pickled nor copied. A forked child must not use it, which is not checked:
+    another thread may hold the lock at the fork.
 
     CUDA: copies run on the current stream of the calling thread, on which the tensors given to
     ``set`` must be ready. Nothing is synchronised and no stream is recorded: who reads an
@@ -89,7 +92,9 @@ class MultiModalStaticCache(MultimodalCache):
 
     Args:
         max_size: The budget in bytes. 0 switches the cache off: it refuses every value of
-            one byte or more.
+            one byte or more. (An embedding without elements has no bytes, and is stored.) The
+            first value that is refused since it is larger is told in a logged warning, with both
+            sizes, but for a budget of 0.
         copy: Copy every tensor at admission, for encoders that reuse their output buffer.
         on_evict: Called as ``on_evict(mm_hash, result)`` for each entry evicted to make room,
             by ``set`` or ``resize``, after the lock is released, on the thread that evicted.
@@ -121,6 +126,7 @@ class MultiModalStaticCache(MultimodalCache):
         self._copy = copy
         self._on_evict = on_evict
         self._generation = 0
+        self._warned_of_size = False
         self._hits = self._misses = self._insertions = 0
         self._evictions = self._evicted_bytes = self._rejections = self._collisions = 0
         self._lock = threading.RLock()
@@ -283,13 +289,17 @@ class MultiModalStaticCache(MultimodalCache):
             return False
         evicted: list[tuple[int, EmbeddingResult]] = []
         try:
-            return self._admit(key, items, embedding, nbytes, replacements, generation, evicted)
+            if self._admit(key, items, embedding, nbytes, replacements, generation, evicted):
+                return True
         except _OutOfMemoryError as error:
             logger.warning("an embedding of %d bytes was not cached: %s", nbytes, error)
             return False
         finally:
             if evicted:
                 self._report(evicted)
+        if nbytes > self._max_size and not self._warned_of_size:
+            self._warn_of_size(nbytes)
+        return False
 
     def has(self, mm_hash: SupportsIndex | None) -> bool:
         """Returns whether the key is in the cache; doesn't make its entry most recent.
@@ -329,8 +339,9 @@ class MultiModalStaticCache(MultimodalCache):
     def clear(self) -> None:
         """Drops every entry and begins a new ``generation``.
 
-        For a weight update: a ``set`` with the generation of an encode that began before it
-        is refused from now on.
+        For a weight update, after the weights have changed: a ``set`` with the generation of an
+        encode that began before it is refused from now on. An encode that begins between a
+        ``clear`` and the change would be cached with the old weights.
         """
         with self._lock:
             self._generation += 1
@@ -523,6 +534,18 @@ class MultiModalStaticCache(MultimodalCache):
         self._evicted_bytes += nbytes
         if self._on_evict is not None:
             evicted.append((key if items is None else CombinedHash(items), result))
+
+    def _warn_of_size(self, nbytes: int) -> None:
+        """Says once that the budget is below one embedding; one of 0 is meant to be."""
+        max_size = self._max_size
+        if max_size:
+            self._warned_of_size = True
+            logger.warning(
+                "an embedding of %d bytes was not cached, since it is larger than max_size, %d "
+                "bytes: no such embedding will be; this is said once",
+                nbytes,
+                max_size,
+            )
 
     def _report(self, evicted: list[tuple[int, EmbeddingResult]]) -> None:
         if self._on_evict is None:
