@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import logging
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -259,6 +260,7 @@ def report(options: argparse.Namespace) -> Iterator[str]:
 
 def main() -> None:
     """Runs the benchmark."""
+    logging.getLogger("multimodal_cache").setLevel(logging.ERROR)  # what is refused is meant to be
     parser = Parser("Counts the bytes that caches keep alive, beside their budget.")
     parser.add_number("--rows", 256, 1, "rows of an item")
     run(parser, report)

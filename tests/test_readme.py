@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+import multimodal_cache
 
 README = Path(__file__).parent.parent / "README.md"
 TEXT = README.read_text(encoding="utf-8")
@@ -37,3 +42,9 @@ def test_each_file_that_it_links_to_exists() -> None:
     links = re.findall(r"\]\((?!http)([^)#]+)\)", TEXT)
     assert links
     assert [link for link in links if not (README.parent / link).exists()] == []
+
+
+def test_the_package_tells_its_version() -> None:
+    assert multimodal_cache.__version__ == metadata.version("multimodal-cache")
+    with pytest.raises(AttributeError, match="has no attribute 'version'"):
+        _ = multimodal_cache.version

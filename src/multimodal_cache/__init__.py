@@ -17,6 +17,15 @@ except KeyboardInterrupt:  # torch takes seconds
     end_if_starting()
     raise
 
+
+def __getattr__(name: str) -> str:
+    if name == "__version__":  # looked up where somebody asks
+        from importlib import metadata
+
+        return metadata.version("multimodal-cache")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "CacheStats",
     "CachedEncoder",
