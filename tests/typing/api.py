@@ -106,6 +106,10 @@ assert_type(hash_feature(tensor), int)
 assert_type(hash_feature({"pixels": [tensor, np.zeros(2)]}, namespace="model", bits=64), int)
 assert_type(hash_feature(b"", namespace=b"model", bits=np.int64(64)), int)
 
+with CachedEncoder(cache, encode, max_concurrency=1) as entered:
+    assert_type(entered, CachedEncoder)
+assert_type(encoder.stats().hit_rate, float)
+
 cache.max_size = 5
 cache.current_size = 5  # type: ignore[misc]
 cache.set("key", EmbeddingResult(embedding=tensor))  # type: ignore[arg-type]
