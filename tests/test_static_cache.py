@@ -871,3 +871,12 @@ def test_a_refusal_for_another_reason_is_no_matter_of_size(
     cache.clear()
     assert not cache.set(1, result(10), generation=generation)
     assert caplog.records == []
+
+
+def test_a_slice_of_a_quantised_dtype_is_refused_before_anything_is_evicted() -> None:
+    """Torch has no copy for it, though its ``is_quantized`` is False."""
+    cache = filled(80, 1, 2)
+    embedding = torch.zeros(80, dtype=torch.int8)[:40].view(torch.qint8)
+    with pytest.raises(EmbeddingTypeError, match="can't be cached: tensors must be dense"):
+        cache.set(3, EmbeddingResult(embedding=embedding))
+    assert keys(cache) == [1, 2]
