@@ -661,6 +661,8 @@ def _one_for_each(name: str, items: Iterable[T], features: Sequence[Any]) -> tup
 
 def _features(features: Iterable[Any]) -> tuple[Any, ...]:
     """Returns the features; refuses a batch in one, whose rows may be anything."""
+    if isinstance(features, (list, tuple)):
+        return tuple(features)
     advice = ""
     if isinstance(features, (torch.Tensor, np.ndarray)):
         advice = "[image] for one image, list(batch) for a batch of them"
