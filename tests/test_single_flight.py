@@ -506,6 +506,27 @@ def test_awaiting_without_gradients_is_like_awaiting() -> None:
     assert stop.value.value == "done"
 
 
+def test_only_tasks_are_remembered_as_awaited() -> None:
+    """A bare yield gives None, which is also the current task where there is none."""
+
+    class Bare:
+        def __await__(self) -> Iterator[Any]:
+            yield None
+            yield ["unhashable"]
+
+    awaited: set[Any] = set()
+
+    async def awaits_bare() -> None:
+        await _without_grad(Bare(), awaited)
+
+    task = awaits_bare()
+    assert task.send(None) is None
+    assert awaited == set()
+    assert task.send(None) == ["unhashable"]
+    assert awaited == set()
+    task.close()
+
+
 def test_what_can_not_be_thrown_into_is_left() -> None:
     task = awaits(Plain())
     assert task.send(None) == "what?"

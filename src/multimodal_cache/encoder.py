@@ -714,7 +714,7 @@ def _current_task() -> asyncio.Task[Any] | None:
 def _without_grad(awaitable: Awaitable[Any], awaited: set[Any]) -> Generator[Any, Any, Any]:
     """Awaits without gradients, and with them for other tasks while it is suspended.
 
-    While it waits for something, that is in ``awaited``.
+    While it waits for a task, that is in ``awaited``.
 
     It is ``yield from``, step by step. (``torch.no_grad`` decorates generators too, but throws
     into them in a way that Python 3.12 has deprecated.)
@@ -735,7 +735,9 @@ def _without_grad(awaitable: Awaitable[Any], awaited: set[Any]) -> Generator[Any
             return stop.value
         finally:
             error = None  # its traceback holds this frame
-        awaited.add(request)
+        waits_for_task = isinstance(request, asyncio.Task)  # it may be None, or anything
+        if waits_for_task:
+            awaited.add(request)
         try:
             answer = yield request
         except BaseException as thrown:
@@ -743,4 +745,5 @@ def _without_grad(awaitable: Awaitable[Any], awaited: set[Any]) -> Generator[Any
                 raise
             error = thrown
         finally:
-            awaited.discard(request)
+            if waits_for_task:
+                awaited.discard(request)

@@ -78,7 +78,7 @@ class MultiModalStaticCache(MultimodalCache):
     (finalizers, weak-reference callbacks) may call back; what ``set`` and ``resize`` evict is
     dropped under the lock, unless there is an ``on_evict``. The copy of step 3 happens under
     the lock too: on a GPU it is a launch, on a CPU it holds other threads up for as long as it
-    takes to allocate and copy the bytes, about half a millisecond for each MiB. An instance
+    takes to allocate and copy the bytes, a millisecond or so for each MiB. An instance
     can be neither pickled nor copied. A forked child must not use it, which is not checked:
     another thread may hold the lock at the fork.
 
