@@ -117,6 +117,7 @@ _VERSION = b"\x01"
 _MAX_DEPTH = 100
 _INLINE_BYTES = 1024
 
+_UNWATCHED_ITEMS = 2**14
 _FREE_REPEATS = 2**20
 _REPEATS_PER_ITEM = 64
 
@@ -183,7 +184,7 @@ def hash_feature(feature: Any, *, namespace: str | bytes = "", bits: SupportsInd
             can't negate; or a ``memoryview`` with suboffsets; or a ``CombinedHash``, whose items
             would not count. Or ``namespace`` is neither str nor bytes, or ``bits`` no int.
         ValueError: The feature contains itself, is nested more than 100 deep, contains the same
-            containers so often that it would be over 64 times as large, and a million items
+            containers so often that it would be over 64 times as large, and some million items
             more, if each were a copy; or has a buffer that was closed. Or ``bits`` is no
             multiple of 8 from 64 to 256.
         Exception: What Pillow raises for an image whose pixels can't be decoded, each time. But
@@ -207,14 +208,21 @@ def hash_feature(feature: Any, *, namespace: str | bytes = "", bits: SupportsInd
     width = as_int("bits", bits)
     if width % 8 or not 64 <= width <= 256:
         raise ValueError(f"bits must be a multiple of 8 from 64 to 256, got {width}")
-    if isinstance(namespace, str):
-        encoded_namespace = _encode_str(namespace)
+    if type(namespace) is str:
+        beginning = _beginning(namespace)
+    elif isinstance(namespace, str):
+        beginning = _VERSION + _encode_str(namespace)
     elif isinstance(namespace, bytes):
-        encoded_namespace = _encode_bytes(namespace)
+        beginning = _VERSION + _encode_bytes(namespace)
     else:
         raise TypeError(f"namespace must be str or bytes, got {_type_name(namespace)}")
-    digest = _digest(_VERSION + encoded_namespace + _encode(feature, None))
+    digest = _digest(beginning + _encode(feature, None))
     return int.from_bytes(digest[: width // 8], "big")
+
+
+@functools.lru_cache(maxsize=64)
+def _beginning(namespace: str) -> bytes:
+    return _VERSION + _encode_str(namespace)
 
 
 def _begin_anew_in_forked_child() -> None:  # pragma: no cover  # in another process
@@ -229,7 +237,7 @@ if hasattr(os, "register_at_fork"):  # pragma: no branch
 
 def _encode(value: Any, nesting: _Nesting | None) -> bytes:
     kind: type = type(value)
-    encoder = _ENCODERS_BY_ID.get(id(kind)) or _inherited_encoder(kind)
+    encoder = _find(id(kind)) or _inherited_encoder(kind)
     return encoder(value, nesting)
 
 
@@ -319,20 +327,29 @@ def _parts_of_view(view: memoryview) -> Iterator[Bytes]:
 class _Nesting:
     """Where in a feature its encoding is, and how often it met the same containers again."""
 
-    __slots__ = ("depth", "items", "repeated", "seen")
+    depth = 1  # on the class: most features have one container
+    repeated = 0
+    seen: dict[int, Any] | None = None
 
-    def __init__(self) -> None:
-        self.depth = 1
-        self.items = self.repeated = 0
-        self.seen: dict[int, Any] = {}
+    def __init__(self, size: int) -> None:
+        self.items = size
 
-    def enter(self, container: Any, size: int) -> None:
+    def enter(self, container: Any, size: int) -> _Nesting:
         if self.depth == _MAX_DEPTH:
             raise ValueError(
                 f"feature must be nested at most {_MAX_DEPTH} deep, got more: "
                 "does it contain itself?"
             )
         self.depth += 1
+        if self.items <= _UNWATCHED_ITEMS:
+            self.items += size
+        else:
+            self.watch(container, size)
+        return self
+
+    def watch(self, container: Any, size: int) -> None:
+        if self.seen is None:
+            self.seen = {}
         if id(container) not in self.seen:
             self.seen[id(container)] = container  # alive, so that no other one gets its id
             self.items += size
@@ -345,13 +362,6 @@ class _Nesting:
             )
 
 
-def _entered(nesting: _Nesting | None, container: Any, size: int) -> _Nesting:
-    if nesting is None:
-        return _Nesting()
-    nesting.enter(container, size)
-    return nesting
-
-
 def _encode_list(value: list, nesting: _Nesting | None = None) -> bytes:  # type: ignore[type-arg]
     return b"l" + _items(value, nesting)
 
@@ -361,27 +371,31 @@ def _encode_tuple(value: tuple, nesting: _Nesting | None = None) -> bytes:  # ty
 
 
 def _items(container: Iterable[Any], nesting: _Nesting | None) -> bytes:
-    items = _listed(container)  # so that the count is right, whoever changes the container
-    inside = _entered(nesting, container, len(items))
-    find = _ENCODERS_BY_ID.get
+    # A tuple doesn't change; of others the count is right, whoever changes them.
+    items = container if type(container) is tuple else _listed(container)
+    size = len(items)
+    inside = nesting.enter(container, size) if nesting else _Nesting(size)
     encoded = [  # what _encode does, without the call
-        (find(id(type(item))) or _inherited_encoder(type(item)))(item, inside) for item in items
+        (_find(id(type(item))) or _inherited_encoder(type(item)))(item, inside) for item in items
     ]
-    inside.depth -= 1
-    return _count(len(items)) + b"".join(encoded)
+    if nesting:
+        nesting.depth -= 1
+    return _count(size) + b"".join(encoded)
 
 
 def _encode_mapping(value: Mapping, nesting: _Nesting | None = None) -> bytes:  # type: ignore[type-arg]
     pairs = list(value.items()) if type(value) is dict else _listed(value.items())
-    inside = _entered(nesting, value, 2 * len(pairs))
+    size = 2 * len(pairs)
+    inside = nesting.enter(value, size) if nesting else _Nesting(size)
     hashes = [_digest(_encode(key, inside) + _encode(item, inside)) for key, item in pairs]
-    inside.depth -= 1
+    if nesting:
+        nesting.depth -= 1
     return b"d" + _count(len(hashes)) + b"".join(sorted(hashes))
 
 
 def _listed(items: Iterable[Any]) -> list[Any]:
-    if type(items) in (list, tuple):
-        return list(items)
+    if type(items) is list:
+        return items.copy()
     return [item for item in items]  # noqa: C416  # list() would believe its __len__
 
 
@@ -547,9 +561,10 @@ def _encode_transparency(image: Image.Image, nesting: _Nesting | None) -> bytes:
     transparency = image.info.get("transparency")
     if transparency is None:
         return _encode_none(None)
-    inside = _entered(nesting, image, 1)
+    inside = nesting.enter(image, 1) if nesting else _Nesting(1)
     encoded = _encode(transparency, inside)
-    inside.depth -= 1
+    if nesting:
+        nesting.depth -= 1
     return encoded
 
 
@@ -576,7 +591,8 @@ def _count(number: int) -> bytes:
 
 def _content(data: Bytes) -> bytes:
     size = len(data)
-    return _count(size) + (bytes(data) if size <= _INLINE_BYTES else _digest(data))
+    length = size.to_bytes(8, "little")  # _count(size), without the call
+    return length + (bytes(data) if size <= _INLINE_BYTES else _digest(data))
 
 
 def _content_of_parts(size: int, parts: Iterable[Bytes]) -> bytes:
@@ -626,5 +642,7 @@ _ENCODERS: dict[type, Encoder] = {
 
 _ENCODERS_BY_ID = {id(kind): encoder for kind, encoder in _ENCODERS.items()}
 """A metaclass may say that its classes are equal to others."""
+
+_find = _ENCODERS_BY_ID.get
 
 _BASES = tuple(_ENCODERS)
