@@ -423,7 +423,7 @@ def negative_charges(cache: Any) -> dict[str, Any]:
     entries = [(value, key, nbytes, items) for (value, key, _, items), nbytes in charges]
     return {
         "_entries": {key: entry for entry in entries if (key := entry[1])},
-        "_combined": {items: entry for entry in entries if (items := entry[3])},
+        "_by_items": {items: entry for entry in entries if (items := entry[3])},
     }
 
 
@@ -451,14 +451,14 @@ def test_check_says_which_promise_is_broken() -> None:
     hashes = {(n,): hash((n,)) for n in range(100)}
 
     def put(items: tuple[int, ...], cache: Any) -> None:
-        cache._entries[1] = cache._combined[items] = (cache.mm_cache[1], 1, 40, items)
+        cache._entries[1] = cache._by_items[items] = (cache.mm_cache[1], 1, 40, items)
 
     for items in (min(hashes, key=hashes.__getitem__), max(hashes, key=hashes.__getitem__)):
         assert "2: items" in spoil(partial(put, items))
-    assert "2: items" in spoil(lambda c: c._combined.clear())
-    assert "2: items" in spoil(lambda c: c._combined.update({(5, 6): c._entries[1]}))
+    assert "2: items" in spoil(lambda c: c._by_items.clear())
+    assert "2: items" in spoil(lambda c: c._by_items.update({(5, 6): c._entries[1]}))
     other = (result(10), int(ONE), 40, ONE.mm_hashes)
-    assert "2: items" in spoil(lambda c: c._combined.update({ONE.mm_hashes: other}))
+    assert "2: items" in spoil(lambda c: c._by_items.update({ONE.mm_hashes: other}))
 
     class TwoOrders(OrderedDict[int, EmbeddingResult]):
         def __reversed__(self) -> Any:
@@ -618,7 +618,7 @@ def test_an_entry_stored_during_its_lookup_is_found() -> None:
             return found
 
     cache = filled(120)
-    cache._combined = Late()
+    cache._hits_by_items = Late()
     assert cache.get([5]) is cache.mm_cache[ONE]
     assert deltas(filled(120).stats(), cache.stats()) == {"hits": 1, "insertions": 1}
     cache.check()
@@ -734,29 +734,6 @@ def test_finalizers_that_the_garbage_collector_runs_leave_the_books_right() -> N
     gc.collect()
     cache.check()
     assert recount(cache) == cache.current_size
-
-
-@pytest.mark.parametrize("taken", [True, False], ids=["just after locking", "while waiting"])
-@pytest.mark.parametrize(
-    "call",
-    [lambda c: c.get([1]), lambda c: c.get_single(1), lambda c: c.set(1, result(1))],
-    ids=["get", "get_single", "set"],
-)
-def test_a_signal_that_raises_is_what_the_caller_sees_and_leaves_the_lock_free(
-    call: Any, taken: bool
-) -> None:
-    cache = filled(80, 1)
-    lock = cache._lock
-
-    def interrupted() -> None:
-        if taken:
-            lock.acquire()
-        raise KeyboardInterrupt
-
-    cache._lock = SimpleNamespace(acquire=interrupted, release=lock.release)  # type: ignore
-    with pytest.raises(KeyboardInterrupt):
-        call(cache)
-    assert lock._is_owned() is False  # type: ignore[attr-defined]
 
 
 def test_the_lookup_of_a_combined_key_is_not_diverted_by_a_subclass() -> None:

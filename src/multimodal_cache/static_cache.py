@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import operator
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -26,6 +29,8 @@ logger = logging.getLogger(__name__)
 _Items = tuple[int, ...] | None  # what a key says that it stands for; a plain int says nothing
 # The result, its key, the bytes that it is charged, its items.
 _Entry = tuple[EmbeddingResult, int, int, _Items]
+
+_HITS_TAKE_THE_LOCK = not getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 def _get_tensor_size(tensor: torch.Tensor) -> int:
@@ -120,20 +125,28 @@ class MultiModalStaticCache(MultimodalCache):
             raise TypeError(f"on_evict must be callable, got {type(on_evict).__name__}")
         self.mm_cache: OrderedDict[int, EmbeddingResult] = OrderedDict()
         self._entries: dict[int, _Entry] = {}
-        self._combined: dict[tuple[int, ...], _Entry] = {}  # those of lists, by their items
+        self._by_items: dict[tuple[int, ...], _Entry] = {}  # those of lists: a get needs no hash
+        # Where a hit may look without the lock: nowhere, if there is no GIL.
+        self._hits_in_entries = {} if _HITS_TAKE_THE_LOCK else self._entries
+        self._hits_by_items = {} if _HITS_TAKE_THE_LOCK else self._by_items
         self._current_size = 0
+        self._changing: int | None = None  # a key that isn't in all the tables, for a moment
+        self._size_without_it = 0
         self._max_size = _as_size(max_size)
         self._copy = copy
         self._on_evict = on_evict
         self._generation = 0
         self._warned_of_size = False
-        self._hits = self._misses = self._insertions = 0
+        self._hits_to_come = itertools.repeat(None, sys.maxsize)  # next() is exact in all threads
+        self._misses = self._insertions = 0
         self._evictions = self._evicted_bytes = self._rejections = self._collisions = 0
         self._lock = threading.RLock()
 
     @property
     def current_size(self) -> int:
         """The bytes charged for the entries held."""
+        if self._changing is not None:
+            self._settle()
         return self._current_size
 
     @property
@@ -150,10 +163,9 @@ class MultiModalStaticCache(MultimodalCache):
         """The number of ``clear`` calls. Read it before an encode, and pass it to ``set``."""
         return self._generation
 
-    # `get`, `get_single` and `_admit` take the lock by hand, since `with` takes twice as long on
-    # Python 3.11, and the lock is most of what the lookups add to the reference's time. A signal
-    # handler may raise (Ctrl-C) while they wait for it, when it isn't theirs to release, or just
-    # after they took it. So they take it inside the `try` and release it if they have it.
+    # A hit takes no lock: its lookup, the count and `move_to_end` are one call into C each, which
+    # no other thread interrupts while there is a GIL. Between them the entry may leave, or
+    # another one come under its key: that one is made most recent then. A miss takes the lock.
 
     def get(
         self,
@@ -181,26 +193,15 @@ class MultiModalStaticCache(MultimodalCache):
             if type(item) is not int:
                 items = item_keys(items)
                 break
-        lock = self._lock
+        entry = self._hits_by_items.get(items)  # type: ignore[arg-type]  # None is in no dict of tuples
+        if entry is None:
+            return self._look_up(hash(items) if items else None, items)
+        next(self._hits_to_come)
         try:
-            lock.acquire()
-            entry = self._combined.get(items)  # type: ignore[arg-type]  # None is in no dict of tuples
-            if entry is None:  # a plain int, which is trusted, may be the hash of these items
-                entry = self._entries.get(hash(items)) if items else None
-                if entry is None or entry[3] not in (None, items):
-                    self._misses += 1
-                    self._collisions += entry is not None
-                    return None
-            self._hits += 1
             self.mm_cache.move_to_end(entry[1])
         except KeyError:
-            pass  # a finalizer has freed the entry since: the garbage collector runs anywhere
-        finally:
-            try:
-                lock.release()
-            except RuntimeError:
-                pass
-        return entry[0]  # type: ignore[index]  # where there is a KeyError, there is an entry
+            pass
+        return entry[0]
 
     def get_single(self, mm_hash: SupportsIndex | None) -> EmbeddingResult | None:
         """Looks up one key and makes its entry most recent.
@@ -214,25 +215,17 @@ class MultiModalStaticCache(MultimodalCache):
         if type(mm_hash) is not int:
             key, items = split_key(mm_hash)
             if key is None or items is not None:
-                return MultiModalStaticCache.get(self, items)
+                return self._look_up(key, items)
             mm_hash = key
-        lock = self._lock
         try:
-            lock.acquire()
-            try:
-                entry = self._entries[mm_hash]
-            except KeyError:  # to raise it is slow, but a miss pays for an encode
-                self._misses += 1
-                return None
-            self._hits += 1
+            entry = self._hits_in_entries[mm_hash]
+        except KeyError:  # to raise it is slow, but a miss pays for an encode
+            return self._look_up(mm_hash, None)
+        next(self._hits_to_come)
+        try:
             self.mm_cache.move_to_end(mm_hash)
         except KeyError:
-            pass  # as in get
-        finally:
-            try:
-                lock.release()
-            except RuntimeError:
-                pass
+            pass
         return entry[0]
 
     def set(
@@ -311,6 +304,7 @@ class MultiModalStaticCache(MultimodalCache):
         if key is None:
             return False
         with self._lock:
+            self._mend()
             return key in self._entries and not self._collides(key, items)
 
     def __contains__(self, mm_hash: SupportsIndex | None) -> bool:
@@ -333,6 +327,7 @@ class MultiModalStaticCache(MultimodalCache):
         if key is None:
             return False
         with self._lock:
+            self._mend()
             freed = None if self._collides(key, items) else self._remove(key)
         return freed is not None
 
@@ -344,6 +339,7 @@ class MultiModalStaticCache(MultimodalCache):
         ``clear`` and the change would be cached with the old weights.
         """
         with self._lock:
+            self._mend()
             self._generation += 1
             dropped = [self._remove(key) for key in list(self.mm_cache)]
         del dropped  # after the lock is released, since it can run finalizers
@@ -359,6 +355,7 @@ class MultiModalStaticCache(MultimodalCache):
         evicted: list[tuple[int, EmbeddingResult]] = []
         try:
             with self._lock:
+                self._mend()
                 while self._current_size > max_size:
                     self._evict_oldest(evicted)
                 self._max_size = max_size
@@ -366,6 +363,8 @@ class MultiModalStaticCache(MultimodalCache):
             self._report(evicted)
 
     def __len__(self) -> int:
+        if self._changing is not None:
+            self._settle()
         return len(self.mm_cache)
 
     def available_size(self) -> int:
@@ -375,8 +374,9 @@ class MultiModalStaticCache(MultimodalCache):
     def stats(self) -> CacheStats:
         """Returns the counters and what is held, all of one moment."""
         with self._lock:
+            self._mend()
             return CacheStats(
-                hits=self._hits,
+                hits=sys.maxsize - operator.length_hint(self._hits_to_come),
                 misses=self._misses,
                 insertions=self._insertions,
                 evictions=self._evictions,
@@ -397,6 +397,7 @@ class MultiModalStaticCache(MultimodalCache):
             AssertionError: A promise of the class docstring is broken; the message says which.
         """
         with self._lock:
+            self._mend()
             entries = self._entries
             charged = [nbytes for _, _, nbytes, _ in entries.values()]
             combined = {entry[3]: entry for entry in entries.values() if entry[3] is not None}
@@ -409,11 +410,11 @@ class MultiModalStaticCache(MultimodalCache):
                 "2: what is held is what is charged": self.mm_cache.keys() == entries.keys()
                 and all(self.mm_cache[key] is entry[0] for key, entry in entries.items())
                 and all(key == entry[1] for key, entry in entries.items()),
-                "2: items stand under their hash": self._combined.keys() == combined.keys()
-                and all(self._combined[items] is entry for items, entry in combined.items())
+                "2: items stand under their hash": self._by_items.keys() == combined.keys()
+                and all(self._by_items[items] is entry for items, entry in combined.items())
                 and all(hash(items) == entry[1] for items, entry in combined.items()),
                 "3: mm_cache has one order": len(order) == len(self.mm_cache)
-                and order == list(reversed(self.mm_cache))[::-1],
+                and set(order) == set(reversed(self.mm_cache)),
             }
             broken = [promise for promise, kept in promises.items() if not kept]
         if broken:
@@ -421,6 +422,7 @@ class MultiModalStaticCache(MultimodalCache):
 
     def __repr__(self) -> str:
         with self._lock:
+            self._mend()
             return (
                 f"{type(self).__name__}(entries={len(self.mm_cache)}, "
                 f"current_size={self._current_size}, max_size={self._max_size})"
@@ -446,12 +448,13 @@ class MultiModalStaticCache(MultimodalCache):
         everything anew, and the last one neither calls nor allocates between its look and its
         insertion.
         """
-        lock = self._lock
         entry = (result, key, nbytes, items)
-        try:
-            lock.acquire()
+        with self._lock:
             while True:
                 collides = items is not None and key in self._entries and self._collides(key, items)
+                if self._changing is not None:
+                    self._mend()
+                    continue
                 if generation is not None and generation != self._generation:
                     return False
                 if key in self._entries and not collides:
@@ -470,18 +473,16 @@ class MultiModalStaticCache(MultimodalCache):
                     entry = (result, key, nbytes, items)
                     replacements = {}
                 else:
-                    self.mm_cache[key] = result
+                    self._size_without_it = self._current_size
+                    self._changing = key
                     self._entries[key] = entry
                     if items is not None:
-                        self._combined[items] = entry
+                        self._by_items[items] = entry
                     self._current_size += nbytes
+                    self.mm_cache[key] = result
                     self._insertions += 1
+                    self._changing = None
                     return True
-        finally:
-            try:
-                lock.release()
-            except RuntimeError:
-                pass
 
     def _own(self, result: EmbeddingResult, replacements: Replacements) -> EmbeddingResult:
         """Replaces tensors; counts a rejection if there is no memory for them."""
@@ -496,33 +497,77 @@ class MultiModalStaticCache(MultimodalCache):
             raise
         return owned
 
+    def _look_up(self, key: int | None, items: _Items) -> EmbeddingResult | None:
+        """Looks up under the lock: all that isn't a hit without it."""
+        with self._lock:
+            self._mend()
+            entry = self._entries.get(key)  # type: ignore[arg-type]  # None is in no dict of ints
+            if entry is None or _are_known_to_differ(entry[3], items):
+                self._misses += 1
+                self._collisions += entry is not None
+                return None
+            next(self._hits_to_come)
+            try:
+                self.mm_cache.move_to_end(entry[1])
+            except KeyError:
+                pass  # a finalizer has freed the entry since: the garbage collector runs anywhere
+            return entry[0]
+
     def _collides(self, key: int, items: _Items) -> bool:
         """Whether the entry under this key is known to stand for other items."""
         entry = self._entries.get(key)
-        known = entry[3] if entry is not None else None
-        return known != items and known is not None and items is not None
+        return entry is not None and _are_known_to_differ(entry[3], items)
+
+    # An insertion and a removal neither call nor drop nor allocate anything in the middle, so
+    # nothing calls back while the tables disagree. But a signal handler may raise there (Ctrl-C,
+    # on Python 3.10): `_changing` says so to whoever comes next under the lock.
 
     def _remove(self, key: int) -> _Entry | None:
-        """Takes an entry out of the books and returns it.
-
-        Nothing is called and nothing dropped in here, so nothing calls back while the books
-        disagree: the caller drops the entry.
-        """
+        """Takes an entry out of the books and returns it: the caller drops it."""
+        if self._changing is not None:
+            self._mend()
         if key not in self._entries:
             return None
         entry = self._entries[key]
-        del self._entries[key]
+        self._size_without_it = self._current_size - entry[2]
+        self._changing = key
         del self.mm_cache[key]
         if entry[3] is not None:
-            del self._combined[entry[3]]
-        self._current_size -= entry[2]
+            del self._by_items[entry[3]]
+        del self._entries[key]
+        self._current_size = self._size_without_it
+        self._changing = None
         return entry
+
+    def _mend(self) -> None:
+        """Drops the entry whose insertion or removal was broken off, if there is one."""
+        key = self._changing
+        if key is None:
+            return
+        if key in self.mm_cache:
+            del self.mm_cache[key]
+        if key in self._entries:
+            entry = self._entries[key]
+            if entry[3] in self._by_items:
+                del self._by_items[entry[3]]  # type: ignore[arg-type]  # it is in there
+            del self._entries[key]
+        self._current_size = self._size_without_it
+        self._changing = None
+
+    def _settle(self) -> None:
+        """Returns when no thread is in the middle of a change."""
+        with self._lock:
+            self._mend()
 
     def _evict_oldest(self, evicted: list[tuple[int, EmbeddingResult]]) -> None:
         """Evicts one entry, and adds it to ``evicted`` if somebody wants to hear of it."""
-        for key in self.mm_cache:  # noqa: B007 - next(iter()) would let finalizers in between
-            break
-        else:
+        key = None
+        try:
+            for key in self.mm_cache:  # next(iter()) would let other threads in between
+                break
+        except RuntimeError:  # they came in through a finalizer, and hit
+            return
+        if key is None:
             if self._current_size:
                 raise RuntimeError("mm_cache was changed from outside; it is to be read only")
             return
@@ -555,6 +600,10 @@ class MultiModalStaticCache(MultimodalCache):
                 self._on_evict(mm_hash, result)
             except Exception:
                 logger.exception("on_evict failed for the key %#x", mm_hash)
+
+
+def _are_known_to_differ(some: _Items, others: _Items) -> bool:
+    return some != others and some is not None and others is not None
 
 
 def _as_size(max_size: object) -> int:

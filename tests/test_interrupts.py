@@ -1,0 +1,164 @@
+"""A signal handler that raises (Ctrl-C) leaves a cache that works, wherever it runs.
+
+It runs between two instructions: of which CPython stops at few, other ones in each version. So
+one test breaks off at every instruction, which is more than any version does, and another one
+sends real signals, which shows that the lock is free.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from support import WRAP, keys, recount, result
+
+from multimodal_cache import EmbeddingResult, MultiModalStaticCache, static_cache
+
+ONE = MultiModalStaticCache.combine_hashes([5])
+OTHER = MultiModalStaticCache.combine_hashes([5 + WRAP])
+
+CALLS: dict[str, Callable[[MultiModalStaticCache], object]] = {
+    "get": lambda cache: cache.get([5]),
+    "get, a miss": lambda cache: cache.get([5 + WRAP]),
+    "get_single": lambda cache: cache.get_single(1),
+    "get_single, a miss": lambda cache: cache.get_single(9),
+    "set": lambda cache: cache.set(9, result(1)),
+    "set, a list": lambda cache: cache.set(cache.combine_hashes([7]), result(1)),
+    "set, present": lambda cache: cache.set(1, result(1)),
+    "set, a collision": lambda cache: cache.set(OTHER, result(3)),
+    "set, which evicts": lambda cache: cache.set(9, result(25)),
+    "set, which copies": lambda cache: cache.set(9, EmbeddingResult(embedding=torch.ones(30)[:25])),
+    "set, too large": lambda cache: cache.set(9, result(99)),
+    "free": lambda cache: cache.free(1),
+    "free, a list": lambda cache: cache.free(ONE),
+    "clear": lambda cache: cache.clear(),
+    "resize": lambda cache: cache.resize(50),
+    "has": lambda cache: cache.has(ONE),
+    "stats": lambda cache: cache.stats(),
+    "check": lambda cache: cache.check(),
+    "repr": repr,
+    "len": len,
+    "current_size": lambda cache: cache.current_size,
+}
+
+
+class Interrupted(BaseException):
+    """What the signal handler raises."""
+
+
+def full_cache(**options: Any) -> MultiModalStaticCache:
+    """Returns a cache that 120 bytes fill: 40 for each of 1, 2 and ``ONE``."""
+    cache = MultiModalStaticCache(120, **options)
+    for key in (1, ONE, 2):
+        assert cache.set(key, result(10))
+    return cache
+
+
+def interrupt_at(instruction: int, call: Callable[[], object]) -> bool:
+    """Makes a call, and raises before the nth instruction of the cache in it, if there is one."""
+    left = itertools.count(instruction, -1)
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename != static_cache.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and next(left) == 0:
+            raise Interrupted
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except Interrupted:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def require_that_it_works(cache: MultiModalStaticCache) -> None:
+    """Fails unless the books are right, and stay so."""
+    assert 0 <= cache.current_size == recount(cache)
+    assert len(cache) == len(cache.mm_cache)
+    cache.check()
+    cache.resize(120)
+    for key in (ONE, OTHER, 1, 3, 4, 9):
+        assert cache.set(key, result(10))
+        assert cache.get_single(key) is not None
+        assert cache.current_size == recount(cache)
+    assert cache.get([5 + WRAP]) is None
+    assert keys(cache) == [3, 4, 9]
+    cache.clear()
+    assert (len(cache), cache.current_size) == (0, 0)
+    cache.check()
+    assert min(vars_of(cache.stats())) >= 0
+
+
+def vars_of(stats: Any) -> list[int]:
+    return [getattr(stats, name) for name in type(stats).__slots__]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_may_be_broken_off_at_every_instruction(name: str) -> None:
+    for instruction in itertools.count():
+        cache = full_cache()
+        if not interrupt_at(instruction, lambda: CALLS[name](cache)):
+            break
+        require_that_it_works(cache)
+    assert instruction > 5
+
+
+@pytest.mark.parametrize("name", ["set, which evicts", "free, a list", "resize"])
+def test_what_comes_after_an_interruption_may_be_interrupted(name: str) -> None:
+    for first in itertools.count():
+        for second in itertools.count():
+            cache = full_cache()
+            if not interrupt_at(first, lambda: CALLS[name](cache)):
+                return
+            if not interrupt_at(second, lambda: cache.current_size):
+                break
+            require_that_it_works(cache)
+
+
+@pytest.fixture
+def _raising_alarm() -> Iterator[None]:
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("_raising_alarm")
+@pytest.mark.parametrize("name", CALLS)
+def test_a_signal_leaves_the_lock_free_and_the_books_right(name: str) -> None:
+    rng = random.Random(name)
+    cache = full_cache()
+    fill = [(1, result(10)), (ONE, result(10)), (2, result(10))]
+    call = CALLS[name]
+    with ThreadPoolExecutor(1) as other_thread:
+        for _ in range(300):
+            delay = rng.uniform(1e-6, 3e-4)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, delay)
+                while True:
+                    for key, value in fill:
+                        cache.set(key, value)
+                    call(cache)
+                    cache.max_size = 120
+            except Interrupted:
+                pass
+            assert other_thread.submit(lambda: cache.stats()).result(timeout=60).entries <= 3
+            assert 0 <= cache.current_size == recount(cache)
+            cache.check()
+    require_that_it_works(cache)
