@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -111,7 +112,7 @@ def vars_of(stats: Any) -> list[int]:
 def test_a_call_may_be_broken_off_at_every_instruction(name: str) -> None:
     for instruction in itertools.count():
         cache = full_cache()
-        if not interrupt_at(instruction, lambda: CALLS[name](cache)):
+        if not interrupt_at(instruction, partial(CALLS[name], cache)):
             break
         require_that_it_works(cache)
     assert instruction > 5
@@ -122,9 +123,9 @@ def test_what_comes_after_an_interruption_may_be_interrupted(name: str) -> None:
     for first in itertools.count():
         for second in itertools.count():
             cache = full_cache()
-            if not interrupt_at(first, lambda: CALLS[name](cache)):
+            if not interrupt_at(first, partial(CALLS[name], cache)):
                 return
-            if not interrupt_at(second, lambda: cache.current_size):
+            if not interrupt_at(second, partial(CALLS["current_size"], cache)):
                 break
             require_that_it_works(cache)
 
@@ -158,7 +159,7 @@ def test_a_signal_leaves_the_lock_free_and_the_books_right(name: str) -> None:
                     cache.max_size = 120
             except Interrupted:
                 pass
-            assert other_thread.submit(lambda: cache.stats()).result(timeout=60).entries <= 3
+            assert other_thread.submit(cache.stats).result(timeout=60).entries <= 3
             assert 0 <= cache.current_size == recount(cache)
             cache.check()
     require_that_it_works(cache)

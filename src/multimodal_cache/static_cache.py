@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 _Items = tuple[int, ...] | None  # what a key says that it stands for; a plain int says nothing
 # The result, its key, the bytes that it is charged, its items.
 _Entry = tuple[EmbeddingResult, int, int, _Items]
+_Evicted = list[tuple[int, EmbeddingResult]]  # what on_evict is to hear
 
 _HITS_TAKE_THE_LOCK = not getattr(sys, "_is_gil_enabled", lambda: True)()
 
@@ -66,6 +67,7 @@ class MultiModalStaticCache(MultimodalCache):
     2. The bytes recorded for an entry are those that it keeps alive at admission, each
        storage once. (A storage that two entries share is charged to both.)
     3. The order of ``mm_cache`` is the order of last use.
+    4. What ``mm_cache`` holds is what is charged, and a list stands under the hash of its items.
 
     Keys: an int of any width, NumPy integers included. A ``CombinedHash`` also says which
     items it stands for; where both the key of the entry and the key asked for say so and they
@@ -280,9 +282,10 @@ class MultiModalStaticCache(MultimodalCache):
             generation = as_int("generation", generation)
         if key is None:
             return False
-        evicted: list[tuple[int, EmbeddingResult]] = []
+        evicted: _Evicted = []
         try:
-            if self._admit(key, items, embedding, nbytes, replacements, generation, evicted):
+            entry = (embedding, key, nbytes, items)
+            if self._admit(entry, replacements, generation, evicted):
                 return True
         except _OutOfMemoryError as error:
             logger.warning("an embedding of %d bytes was not cached: %s", nbytes, error)
@@ -352,7 +355,7 @@ class MultiModalStaticCache(MultimodalCache):
             ValueError: ``max_size`` is negative.
         """
         max_size = _as_size(max_size)
-        evicted: list[tuple[int, EmbeddingResult]] = []
+        evicted: _Evicted = []
         try:
             with self._lock:
                 self._mend()
@@ -407,14 +410,15 @@ class MultiModalStaticCache(MultimodalCache):
                     self._current_size == sum(charged)
                 ),
                 "1: current_size is from 0 to max_size": 0 <= self._current_size <= self._max_size,
-                "2: what is held is what is charged": self.mm_cache.keys() == entries.keys()
+                "3: mm_cache lists each key once": (
+                    len(order) == len(set(order)) == len(self.mm_cache)
+                ),
+                "4: what is held is what is charged": self.mm_cache.keys() == entries.keys()
                 and all(self.mm_cache[key] is entry[0] for key, entry in entries.items())
                 and all(key == entry[1] for key, entry in entries.items()),
-                "2: items stand under their hash": self._by_items.keys() == combined.keys()
+                "4: items stand under their hash": self._by_items.keys() == combined.keys()
                 and all(self._by_items[items] is entry for items, entry in combined.items())
                 and all(hash(items) == entry[1] for items, entry in combined.items()),
-                "3: mm_cache has one order": len(order) == len(self.mm_cache)
-                and set(order) == set(reversed(self.mm_cache)),
             }
             broken = [promise for promise, kept in promises.items() if not kept]
         if broken:
@@ -432,14 +436,7 @@ class MultiModalStaticCache(MultimodalCache):
         raise TypeError(f"a {type(self).__name__} holds a lock: it can't be pickled or copied")
 
     def _admit(
-        self,
-        key: int,
-        items: _Items,
-        result: EmbeddingResult,
-        nbytes: int,
-        replacements: Replacements,
-        generation: int | None,
-        evicted: list[tuple[int, EmbeddingResult]],
+        self, entry: _Entry, replacements: Replacements, generation: int | None, evicted: _Evicted
     ) -> bool:
         """Takes an entry through steps 1 to 4 of its life, under the lock, one step a turn.
 
@@ -448,46 +445,43 @@ class MultiModalStaticCache(MultimodalCache):
         everything anew, and the last one neither calls nor allocates between its look and its
         insertion.
         """
-        entry = (result, key, nbytes, items)
+        _, key, nbytes, items = entry
         with self._lock:
             while True:
                 collides = items is not None and key in self._entries and self._collides(key, items)
                 if self._changing is not None:
                     self._mend()
-                    continue
-                if generation is not None and generation != self._generation:
+                elif generation is not None and generation != self._generation:
                     return False
-                if key in self._entries and not collides:
+                elif key in self._entries and not collides:
                     self.mm_cache.move_to_end(key)
                     return True
-                self._collisions += collides
-                if nbytes > self._max_size:
+                elif nbytes > self._max_size:
                     self._rejections += 1
+                    self._collisions += collides
                     return False
-                if collides:
+                elif collides:
+                    self._collisions += 1
                     self._remove(key)
                 elif self._current_size + nbytes > self._max_size:
                     self._evict_oldest(evicted)
                 elif replacements:
-                    result = self._own(result, replacements)
-                    entry = (result, key, nbytes, items)
-                    replacements = {}
+                    entry, replacements = self._own(entry, replacements), {}
                 else:
-                    self._size_without_it = self._current_size
-                    self._changing = key
+                    self._size_without_it, self._changing = self._current_size, key
                     self._entries[key] = entry
                     if items is not None:
                         self._by_items[items] = entry
                     self._current_size += nbytes
-                    self.mm_cache[key] = result
-                    self._insertions += 1
+                    self.mm_cache[key] = entry[0]
                     self._changing = None
+                    self._insertions += 1
                     return True
 
-    def _own(self, result: EmbeddingResult, replacements: Replacements) -> EmbeddingResult:
+    def _own(self, entry: _Entry, replacements: Replacements) -> _Entry:
         """Replaces tensors; counts a rejection if there is no memory for them."""
         try:
-            owned: EmbeddingResult = replace_tensors(result, replacements)
+            return (replace_tensors(entry[0], replacements), *entry[1:])
         except RuntimeError as error:
             # Only CUDA's error has a type of its own; the CPU allocator says it in words.
             words = ("you tried to allocate", "out of memory")
@@ -495,7 +489,6 @@ class MultiModalStaticCache(MultimodalCache):
                 self._rejections += 1
                 raise _OutOfMemoryError(error) from error
             raise
-        return owned
 
     def _look_up(self, key: int | None, items: _Items) -> EmbeddingResult | None:
         """Looks up under the lock: all that isn't a hit without it."""
@@ -529,8 +522,7 @@ class MultiModalStaticCache(MultimodalCache):
         if key not in self._entries:
             return None
         entry = self._entries[key]
-        self._size_without_it = self._current_size - entry[2]
-        self._changing = key
+        self._size_without_it, self._changing = self._current_size - entry[2], key
         del self.mm_cache[key]
         if entry[3] is not None:
             del self._by_items[entry[3]]
@@ -549,7 +541,7 @@ class MultiModalStaticCache(MultimodalCache):
         if key in self._entries:
             entry = self._entries[key]
             if entry[3] in self._by_items:
-                del self._by_items[entry[3]]  # type: ignore[arg-type]  # it is in there
+                del self._by_items[entry[3]]
             del self._entries[key]
         self._current_size = self._size_without_it
         self._changing = None
@@ -559,13 +551,13 @@ class MultiModalStaticCache(MultimodalCache):
         with self._lock:
             self._mend()
 
-    def _evict_oldest(self, evicted: list[tuple[int, EmbeddingResult]]) -> None:
+    def _evict_oldest(self, evicted: _Evicted) -> None:
         """Evicts one entry, and adds it to ``evicted`` if somebody wants to hear of it."""
         key = None
         try:
-            for key in self.mm_cache:  # next(iter()) would let other threads in between
+            for key in self.mm_cache:  # noqa: B007  # next(iter()) would let others in between
                 break
-        except RuntimeError:  # they came in through a finalizer, and hit
+        except RuntimeError:  # they came in through a finalizer
             return
         if key is None:
             if self._current_size:
@@ -592,7 +584,7 @@ class MultiModalStaticCache(MultimodalCache):
                 max_size,
             )
 
-    def _report(self, evicted: list[tuple[int, EmbeddingResult]]) -> None:
+    def _report(self, evicted: _Evicted) -> None:
         if self._on_evict is None:
             return
         for mm_hash, result in evicted:
