@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from multimodal_cache._modes import outside_graphs
-from multimodal_cache._tensors import dense_storage, require_memory
+from multimodal_cache._tensors import QUANTISED, dense_storage, require_memory
 from multimodal_cache.base import EmbeddingResult, EmbeddingTypeError
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ def plan_ownership(result: Any, *, copy_all: bool) -> tuple[int, Replacements]:
     if not copy_all and (cls is EmbeddingResult or _holds_all_in_dict(cls)):  # type: ignore[arg-type]
         try:
             attributes = result.__dict__
-            tensor = attributes.get("embedding")
+            tensor = attributes["embedding"]
             if type(tensor) is torch.Tensor and len(attributes) == 1:
                 storage = tensor.untyped_storage()
                 nbytes = storage.nbytes()
@@ -61,7 +61,7 @@ def plan_ownership(result: Any, *, copy_all: bool) -> tuple[int, Replacements]:
                     and storage.data_ptr()  # neither freed nor without memory (meta, a stand-in)
                     and storage.resizable()
                     and not (storage.is_shared() and tensor.is_cpu)
-                    and not tensor.is_quantized
+                    and tensor.dtype not in QUANTISED
                     and not tensor.is_nested
                     and not tensor.requires_grad
                     and tensor.grad is None
@@ -69,7 +69,7 @@ def plan_ownership(result: Any, *, copy_all: bool) -> tuple[int, Replacements]:
                     and tensor._base is None
                 ):
                     return nbytes, {}
-        except (AttributeError, RuntimeError):  # no attributes; no storage (sparse, torch.func)
+        except (AttributeError, KeyError, RuntimeError):  # no storage (sparse, torch.func), maybe
             pass
     return _plan_with_care(result, copy_all)
 

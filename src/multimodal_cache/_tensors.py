@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.parameter import is_lazy
 
-_QUANTISED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+QUANTISED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+"""By dtype, since a view may be of one and not be ``is_quantized``."""
 
 
 def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -30,7 +31,7 @@ def dense_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
         plain = plain_tensor(tensor)
     if (
         plain.layout is torch.strided
-        and plain.dtype not in _QUANTISED  # a view may be of one without is_quantized
+        and plain.dtype not in QUANTISED
         and not plain.is_nested
         and not plain.is_meta
     ):

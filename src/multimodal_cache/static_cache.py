@@ -219,9 +219,8 @@ class MultiModalStaticCache(MultimodalCache):
             if key is None or items is not None:
                 return self._look_up(key, items)
             mm_hash = key
-        try:
-            entry = self._hits_in_entries[mm_hash]
-        except KeyError:  # to raise it is slow, but a miss pays for an encode
+        entry = self._hits_in_entries.get(mm_hash)
+        if entry is None:
             return self._look_up(mm_hash, None)
         next(self._hits_to_come)
         try:
@@ -493,7 +492,8 @@ class MultiModalStaticCache(MultimodalCache):
     def _look_up(self, key: int | None, items: _Items) -> EmbeddingResult | None:
         """Looks up under the lock: all that isn't a hit without it."""
         with self._lock:
-            self._mend()
+            if self._changing is not None:
+                self._mend()
             entry = self._entries.get(key)  # type: ignore[arg-type]  # None is in no dict of ints
             if entry is None or _are_known_to_differ(entry[3], items):
                 self._misses += 1
