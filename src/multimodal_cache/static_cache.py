@@ -133,7 +133,6 @@ class MultiModalStaticCache(MultimodalCache):
         self._hits_by_items = {} if _HITS_TAKE_THE_LOCK else self._by_items
         self._current_size = 0
         self._changing: int | None = None  # a key that isn't in all the tables, for a moment
-        self._size_without_it = 0
         self._max_size = _as_size(max_size)
         self._copy = copy
         self._on_evict = on_evict
@@ -467,7 +466,7 @@ class MultiModalStaticCache(MultimodalCache):
                 elif replacements:
                     entry, replacements = self._own(entry, replacements), {}
                 else:
-                    self._size_without_it, self._changing = self._current_size, key
+                    self._changing = key
                     self._entries[key] = entry
                     if items is not None:
                         self._by_items[items] = entry
@@ -522,12 +521,12 @@ class MultiModalStaticCache(MultimodalCache):
         if key not in self._entries:
             return None
         entry = self._entries[key]
-        self._size_without_it, self._changing = self._current_size - entry[2], key
+        self._changing = key
         del self.mm_cache[key]
         if entry[3] is not None:
             del self._by_items[entry[3]]
         del self._entries[key]
-        self._current_size = self._size_without_it
+        self._current_size -= entry[2]
         self._changing = None
         return entry
 
@@ -536,6 +535,9 @@ class MultiModalStaticCache(MultimodalCache):
         key = self._changing
         if key is None:
             return
+        others = sum([nbytes for _, k, nbytes, _ in list(self._entries.values()) if k != key])
+        if self._changing is None:
+            return  # a finalizer was faster
         if key in self.mm_cache:
             del self.mm_cache[key]
         if key in self._entries:
@@ -543,7 +545,7 @@ class MultiModalStaticCache(MultimodalCache):
             if entry[3] in self._by_items:
                 del self._by_items[entry[3]]
             del self._entries[key]
-        self._current_size = self._size_without_it
+        self._current_size = others
         self._changing = None
 
     def _settle(self) -> None:
@@ -553,10 +555,11 @@ class MultiModalStaticCache(MultimodalCache):
 
     def _evict_oldest(self, evicted: _Evicted) -> None:
         """Evicts one entry, and adds it to ``evicted`` if somebody wants to hear of it."""
-        key = None
         try:
             for key in self.mm_cache:  # noqa: B007  # next(iter()) would let others in between
                 break
+            else:
+                key = None
         except RuntimeError:  # they came in through a finalizer
             return
         if key is None:
