@@ -25,7 +25,7 @@ import torch
 from blake3 import blake3
 from support import UNCOUNTABLE, assert_distinct, assert_same, result, run_python
 
-from multimodal_cache import CombinedHash, MultiModalStaticCache, hash_feature, keys
+from multimodal_cache import CombinedHash, MultiModalStaticCache, _hashing, hash_feature
 
 # Scalars, bytes, containers
 
@@ -366,8 +366,8 @@ def test_a_forked_child_makes_the_same_keys(kind: str) -> None:
     code = (
         "import os, signal, sys, threading\n"
         "from PIL import Image\n"
-        "from multimodal_cache import _images, hash_feature, keys\n"
-        "large = bytes(keys.PARALLEL_BYTES)\n"
+        "from multimodal_cache import _hashing, _images, hash_feature\n"
+        "large = bytes(_hashing.PARALLEL_BYTES)\n"
         "feature = large if sys.argv[1] == 'large' else Image.new('L', (9, 9))\n"
         "key = hash_feature(feature)\n"
         "hash_feature(large)\n"
@@ -393,11 +393,11 @@ def test_a_forked_child_makes_the_same_keys(kind: str) -> None:
 
 
 def test_several_threads_make_the_same_key_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = random.Random(0).randbytes(keys.PARALLEL_BYTES + 12345)
-    hasher = mock.Mock(wraps=keys.blake3)
-    monkeypatch.setattr(keys, "blake3", hasher)
+    data = random.Random(0).randbytes(_hashing.PARALLEL_BYTES + 12345)
+    hasher = mock.Mock(wraps=_hashing.blake3)
+    monkeypatch.setattr(_hashing, "blake3", hasher)
     together = hash_feature(data)
-    monkeypatch.setattr(keys, "PARALLEL_BYTES", sys.maxsize)
+    monkeypatch.setattr(_hashing, "PARALLEL_BYTES", sys.maxsize)
     assert hash_feature(data) == together
     used = [call.kwargs["max_threads"] for call in hasher.call_args_list]
     assert used == [blake3.AUTO, 1, 1, 1]  # the data, and what it is a part of; twice
