@@ -7,6 +7,7 @@ import collections
 import ctypes
 import decimal
 import enum
+import io
 import mmap
 import os
 import pickle
@@ -233,6 +234,18 @@ def test_other_types_are_refused_by_name(
     with pytest.raises(TypeError) as caught:
         hash_feature(wrap(feature))
     assert named in str(caught.value)
+
+
+def test_who_gives_a_file_is_told_to_give_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "image.png"
+    path.write_bytes(b"content")
+    for wrap in (lambda x: x, lambda x: ["caption", x]):
+        with pytest.raises(TypeError, match=r"Path: give path\.read_bytes\(\)$"):
+            hash_feature(wrap(path))
+        with pytest.raises(TypeError, match=r"got _io\.BytesIO: give file\.read\(\)$"):
+            hash_feature(wrap(io.BytesIO(b"content")))
+        with path.open("rb") as file, pytest.raises(TypeError, match=r"give file\.read\(\)$"):
+            hash_feature(wrap(file))
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns about the prototypes among these

@@ -83,6 +83,7 @@ unless two contents have the same BLAKE3 hash: no such pair is known.
 from __future__ import annotations
 
 import functools
+import os
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, SupportsIndex
@@ -133,7 +134,8 @@ def hash_feature(feature: Any, *, namespace: str | bytes = "", bits: SupportsInd
             - str, int, float, bool and None. ``1``, ``1.0``, ``True``, ``"1"`` and ``b"1"``
               are five features. Floats count by their bits: ``-0.0`` isn't ``0.0``, and a
               NaN is the same as another of the same bits. complex and Decimal aren't numbers
-              here. A str is text, also where it names a file or is the base64 of one.
+              here. A str is text, also where it is the base64 of a file, or names one: the
+              key is of the name, so a changed file would still hit; give its bytes.
             - list, tuple and dict (any ``Mapping``), nested up to 100 deep. A list isn't the
               tuple of the same items; the order of a dict doesn't count.
             - NumPy arrays and scalars (0-d arrays, so ``np.float64(1)`` isn't ``1.0``), torch
@@ -234,11 +236,19 @@ def _serialise_other(value: Any, nesting: _Nesting | None) -> bytes:
     except TypeError:
         raise TypeError(
             "feature must be made of bytes, str, int, float, bool, None, list, tuple, dict, "
-            f"NumPy arrays, torch tensors and PIL images, got {type_name(value)}"
+            f"NumPy arrays, torch tensors and PIL images, got {_in_words(value)}"
         ) from None
     except BufferError as error:
         raise TypeError(f"buffers must be readable, got {type_name(value)}: {error}") from None
     return serialise_view(view)
+
+
+def _in_words(value: object) -> str:
+    """Names the type of a value, and what to give for a file."""
+    name = type_name(value)
+    if isinstance(value, os.PathLike):
+        return f"{name}: give path.read_bytes()"
+    return f"{name}: give file.read()" if hasattr(type(value), "read") else name
 
 
 # Scalars and bytes
