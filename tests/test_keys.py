@@ -333,6 +333,16 @@ def test_a_namespace_keeps_keys_apart() -> None:
     assert hash_feature("x") == hash_feature("x", namespace="")
 
 
+def test_a_namespace_of_a_subclass_is_that_of_its_base() -> None:
+    class Model(str):
+        __slots__ = ()
+
+        def encode(self, *_: Any) -> bytes:  # type: ignore[override]
+            return b"another"
+
+    assert hash_feature("x", namespace=Model("a")) == hash_feature("x", namespace="a")
+
+
 def test_a_key_is_a_key_of_the_cache() -> None:
     key = hash_feature(b"image")
     cache = MultiModalStaticCache(100)

@@ -102,7 +102,7 @@ def serialise_tensor(tensor: torch.Tensor, _: object = None) -> bytes:
     header, little_endian, view = _torch_header(tensor.dtype, tensor.shape)
     if view or tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
         tensor = _viewed(tensor, view)
-    if not tensor.is_cpu:
+    if not tensor.is_cpu:  # pragma: no cover  # needs a GPU
         tensor = tensor.contiguous().cpu()  # contiguous first, so that it is copied once
     if tensor.ndim > _NUMPY_DIMENSIONS:
         tensor = tensor.reshape(-1)
