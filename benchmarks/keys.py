@@ -54,7 +54,7 @@ from reporting import (
     take_turns,
 )
 
-from multimodal_cache import hash_feature, keys
+from multimodal_cache import _hashing, hash_feature
 
 MEGABYTES = (0.2, 3, 12, 64)
 MEBIBYTES = (1, 2, 4, 8, 16, 32)
@@ -68,12 +68,12 @@ def speed(size: int, seconds: Sequence[float]) -> str:
 
 def hash_feature_on_one_thread(feature: Any) -> int:
     """Makes the key as below the size from which several threads are used."""
-    usual = keys.PARALLEL_BYTES
-    keys.PARALLEL_BYTES = sys.maxsize
+    usual = _hashing.PARALLEL_BYTES
+    _hashing.PARALLEL_BYTES = sys.maxsize
     try:
         return hash_feature(feature)
     finally:
-        keys.PARALLEL_BYTES = usual
+        _hashing.PARALLEL_BYTES = usual
 
 
 def blake3_on_one_thread(data: bytearray) -> bytes:
@@ -166,7 +166,7 @@ def compare_threads(size: int, rounds: int, rng: random.Random) -> tuple[str, ..
     subjects: dict[str, Calls] = {each.__name__: (each, data) for each in functions}
     samples = take_turns({**subjects, "other work": (sha256, data)}, rounds, rng)
     one, all_ = (samples[name] for name in subjects)
-    used = "all" if size >= keys.PARALLEL_BYTES else "one"
+    used = "all" if size >= _hashing.PARALLEL_BYTES else "one"
     return f"{size / 2**20:g} MiB", used, speed(size, one), speed(size, all_), ratio(one, all_)
 
 

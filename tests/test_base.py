@@ -6,6 +6,7 @@ import copy
 import enum
 import json
 import pickle
+import re
 from types import MappingProxyType
 from typing import Any
 
@@ -128,8 +129,25 @@ def test_any_integers_in_any_ordered_iterable_mean_the_same_key(mm_hashes: Any) 
 @pytest.mark.parametrize("bad", NOT_INTS, ids=lambda bad: type(bad).__name__)
 @pytest.mark.parametrize("others", [[], [1], [None]])
 def test_an_item_that_is_no_int_is_named(bad: Any, others: list[Any]) -> None:
-    with pytest.raises(TypeError, match=f"an item of mm_hashes.*int, got {type(bad).__name__}$"):
+    message = (
+        f"an item of mm_hashes must be an int, got {type(bad).__name__}: hash_feature makes one, "
+        "int(digest, 16) one of a hex digest"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         combine_hashes([*others, bad])
+
+
+def test_a_bool_of_numpy_is_no_int_although_old_ones_have_an_index(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class OldBool:  # as it is before NumPy 2
+        def __index__(self) -> int:
+            return 1
+
+    assert combine_hashes([OldBool()]) == combine_hashes([1])
+    monkeypatch.setattr(np, "bool_", OldBool)
+    with pytest.raises(TypeError, match="an item of mm_hashes must be an int, got OldBool"):
+        combine_hashes([OldBool()])
 
 
 @pytest.mark.parametrize(
@@ -148,7 +166,11 @@ def test_an_item_that_is_no_int_is_named(bad: Any, others: list[Any]) -> None:
     ],
 )
 def test_what_is_no_ordered_iterable_is_named(bad: Any) -> None:
-    with pytest.raises(TypeError, match=f"ordered iterable, got {type(bad).__name__}$"):
+    message = (
+        "mm_hashes must be a list of ints or another ordered iterable (for one key [key], or "
+        f"get_single), got {type(bad).__name__}"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         combine_hashes(bad)
 
 

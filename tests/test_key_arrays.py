@@ -9,9 +9,9 @@ import pytest
 import torch
 from support import assert_distinct, assert_same, run_python
 
-from multimodal_cache import hash_feature, keys
+from multimodal_cache import _arrays, hash_feature
 
-SHARED_DTYPES = sorted(keys.NUMPY_NAMES)
+SHARED_DTYPES = sorted(_arrays.NUMPY_NAMES)
 TORCH_ONLY_DTYPES = [
     *("bfloat16", "complex32", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"),
     *("float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2", "uint1", "uint4", "int4", "bits8"),
@@ -199,4 +199,4 @@ def test_contiguous_memory_is_hashed_in_place(kind: str) -> None:
 )
 @pytest.mark.parametrize("kind", ["expanded array", "expanded tensor", "strided", "big-endian"])
 def test_other_memory_is_copied_in_pieces(kind: str) -> None:
-    assert int(run_python(EXTRA_MEMORY, kind)) < 3 * keys.PIECE_BYTES
+    assert int(run_python(EXTRA_MEMORY, kind)) < 3 * _arrays.PIECE_BYTES

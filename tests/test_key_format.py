@@ -1,4 +1,4 @@
-"""The encoding behind ``hash_feature`` is a format: what is stored under a key must be found again.
+"""What ``hash_feature`` hashes is a format: what is stored under a key must be found again.
 
 If a known answer changes, every key that anybody has stored or sent is lost: that is a breaking
 change of the library, and needs another version byte. Don't mend this test, mend the code.
@@ -57,8 +57,8 @@ def colours(mode: bytes) -> bytes:
     return b"t" + n64(2) + text(mode) + b"b" + content(COLOURS)
 
 
-def key_of(encoded: bytes, namespace: bytes = text(b"")) -> int:
-    return int.from_bytes(blake3(b"\x01" + namespace + encoded).digest(), "big")
+def key_of(serialised: bytes, namespace: bytes = text(b"")) -> int:
+    return int.from_bytes(blake3(b"\x01" + namespace + serialised).digest(), "big")
 
 
 def palette_image(mode: str, palette: str, transparency: int | bytes) -> Image.Image:
@@ -342,19 +342,19 @@ KNOWN: list[tuple[str, Any, bytes, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("feature", "encoded", "known"),
+    ("feature", "serialised", "known"),
     [pytest.param(*row[1:], id=row[0]) for row in KNOWN],
 )
-def test_the_known_answers_stand(feature: Any, encoded: bytes, known: str) -> None:
+def test_the_known_answers_stand(feature: Any, serialised: bytes, known: str) -> None:
     assert f"{hash_feature(feature):064x}" == known
-    assert hash_feature(feature) == key_of(encoded)
+    assert hash_feature(feature) == key_of(serialised)
 
 
 def test_namespaces_and_widths_are_part_of_the_format() -> None:
-    feature, encoded = "x", text(b"x")
+    feature, serialised = "x", text(b"x")
     known = "11cbf61c4df4c8876dbd50933ee3bc0364602abf2c3ad4c668353e9a35207520"
-    assert hash_feature(feature, namespace="model") == key_of(encoded, text(b"model"))
-    assert hash_feature(feature, namespace=b"model") == key_of(encoded, b"b" + content(b"model"))
+    assert hash_feature(feature, namespace="model") == key_of(serialised, text(b"model"))
+    assert hash_feature(feature, namespace=b"model") == key_of(serialised, b"b" + content(b"model"))
     assert f"{hash_feature(feature, namespace='model'):064x}" == known
     assert f"{hash_feature(feature, namespace='model', bits=64):016x}" == known[:16]
-    assert hash_feature(feature, bits=128) == key_of(encoded) >> 128
+    assert hash_feature(feature, bits=128) == key_of(serialised) >> 128

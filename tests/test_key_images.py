@@ -347,6 +347,12 @@ def test_an_image_that_contains_itself_is_refused() -> None:
         hash_feature(image)
 
 
+def test_images_with_transparency_in_a_row_are_not_nested() -> None:
+    image = Image.new("RGB", (2, 2))
+    image.info["transparency"] = (1, 2, 3)
+    hash_feature([image.copy() for _ in range(200)])
+
+
 def test_pillow_is_not_imported_and_not_needed() -> None:
     without = (
         "import sys\n"

@@ -18,7 +18,7 @@ import pytest
 import torch
 from PIL import Image
 
-from multimodal_cache import _images, hash_feature, keys
+from multimodal_cache import _arrays, _images, hash_feature
 
 KNOWN = Path(__file__).with_name("known_keys.txt")
 
@@ -87,7 +87,7 @@ SHAPES = [(), (0,), (1,), (7,), (3, 0, 2), (4, 5, 6), (1, 1, 1, 4), (16, 16, 5)]
 
 
 def arrays() -> Named:
-    for name in sorted(keys.NUMPY_NAMES - {"bool"}):
+    for name in sorted(_arrays.NUMPY_NAMES - {"bool"}):
         dtype = np.dtype(name)
         for shape in SHAPES:
             size = int(np.prod(shape, dtype=int))

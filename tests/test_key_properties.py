@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from PIL import Image, ImageSequence
 
-from multimodal_cache import hash_feature, keys
+from multimodal_cache import _arrays, hash_feature
 
 # Values are drawn from small sets, so that two of them are often nearly the same.
 
@@ -134,7 +134,7 @@ def laid_out_anew(value: Any, rng: random.Random) -> Any:
 
 
 def as_tensor(array: np.ndarray[Any, Any]) -> Any:
-    if array.dtype.name not in keys.NUMPY_NAMES:
+    if array.dtype.name not in _arrays.NUMPY_NAMES:
         return array
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
 

@@ -24,7 +24,7 @@ from PIL import Image, PngImagePlugin
 from support import assert_distinct, assert_same, run_python
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from multimodal_cache import _images, _orientation, hash_feature, keys
+from multimodal_cache import _arrays, _images, _orientation, hash_feature, keys
 from multimodal_cache._tensors import dense_storage, require_memory
 
 # Palettes (Pillow #9834, #6348)
@@ -251,7 +251,7 @@ def test_classes_are_not_kept_alive() -> None:
 # Bools
 
 
-@pytest.mark.parametrize("size", [3, 2000, keys.PIECE_BYTES + 5])
+@pytest.mark.parametrize("size", [3, 2000, _arrays.PIECE_BYTES + 5])
 def test_any_byte_but_0_is_true(size: int) -> None:
     numbers = np.arange(size) % 3
     plain = numbers > 0
@@ -466,7 +466,7 @@ def test_pieces_do_not_show(piece: int, monkeypatch: pytest.MonkeyPatch) -> None
     views.append(np.broadcast_to(grid[0, 0, :, :1], (9, 40, 50)))
     wide = memoryview(bytes(range(250)) * 20)[::3]
     expected = [hash_feature(view.copy()) for view in views]
-    monkeypatch.setattr(keys, "PIECE_BYTES", max(piece, keys._INLINE_BYTES + 1))
+    monkeypatch.setattr(_arrays, "PIECE_BYTES", piece)
     assert [*map(hash_feature, views)] == expected
     assert_same(torch.from_numpy(grid[0, 0, :, :1]).expand(9, 40, 50), views[-1])
     assert_same(wide, wide.tobytes())

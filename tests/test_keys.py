@@ -7,6 +7,7 @@ import collections
 import ctypes
 import decimal
 import enum
+import io
 import mmap
 import os
 import pickle
@@ -25,7 +26,7 @@ import torch
 from blake3 import blake3
 from support import UNCOUNTABLE, assert_distinct, assert_same, result, run_python
 
-from multimodal_cache import CombinedHash, MultiModalStaticCache, hash_feature, keys
+from multimodal_cache import CombinedHash, MultiModalStaticCache, _hashing, hash_feature
 
 # Scalars, bytes, containers
 
@@ -235,6 +236,18 @@ def test_other_types_are_refused_by_name(
     assert named in str(caught.value)
 
 
+def test_who_gives_a_file_is_told_to_give_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "image.png"
+    path.write_bytes(b"content")
+    for wrap in (lambda x: x, lambda x: ["caption", x]):
+        with pytest.raises(TypeError, match=r"Path: give path\.read_bytes\(\)$"):
+            hash_feature(wrap(path))
+        with pytest.raises(TypeError, match=r"got _io\.BytesIO: give file\.read\(\)$"):
+            hash_feature(wrap(io.BytesIO(b"content")))
+        with path.open("rb") as file, pytest.raises(TypeError, match=r"give file\.read\(\)$"):
+            hash_feature(wrap(file))
+
+
 @pytest.mark.filterwarnings("ignore")  # torch warns about the prototypes among these
 @pytest.mark.parametrize("kind", UNCOUNTABLE)
 def test_tensors_without_memory_of_their_own_are_refused(kind: str) -> None:
@@ -320,6 +333,16 @@ def test_a_namespace_keeps_keys_apart() -> None:
     assert hash_feature("x") == hash_feature("x", namespace="")
 
 
+def test_a_namespace_of_a_subclass_is_that_of_its_base() -> None:
+    class Model(str):
+        __slots__ = ()
+
+        def encode(self, *_: Any) -> bytes:  # type: ignore[override]
+            return b"another"
+
+    assert hash_feature("x", namespace=Model("a")) == hash_feature("x", namespace="a")
+
+
 def test_a_key_is_a_key_of_the_cache() -> None:
     key = hash_feature(b"image")
     cache = MultiModalStaticCache(100)
@@ -366,8 +389,8 @@ def test_a_forked_child_makes_the_same_keys(kind: str) -> None:
     code = (
         "import os, signal, sys, threading\n"
         "from PIL import Image\n"
-        "from multimodal_cache import _images, hash_feature, keys\n"
-        "large = bytes(keys.PARALLEL_BYTES)\n"
+        "from multimodal_cache import _hashing, _images, hash_feature\n"
+        "large = bytes(_hashing.PARALLEL_BYTES)\n"
         "feature = large if sys.argv[1] == 'large' else Image.new('L', (9, 9))\n"
         "key = hash_feature(feature)\n"
         "hash_feature(large)\n"
@@ -393,11 +416,11 @@ def test_a_forked_child_makes_the_same_keys(kind: str) -> None:
 
 
 def test_several_threads_make_the_same_key_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = random.Random(0).randbytes(keys.PARALLEL_BYTES + 12345)
-    hasher = mock.Mock(wraps=keys.blake3)
-    monkeypatch.setattr(keys, "blake3", hasher)
+    data = random.Random(0).randbytes(_hashing.PARALLEL_BYTES + 12345)
+    hasher = mock.Mock(wraps=_hashing.blake3)
+    monkeypatch.setattr(_hashing, "blake3", hasher)
     together = hash_feature(data)
-    monkeypatch.setattr(keys, "PARALLEL_BYTES", sys.maxsize)
+    monkeypatch.setattr(_hashing, "PARALLEL_BYTES", sys.maxsize)
     assert hash_feature(data) == together
     used = [call.kwargs["max_threads"] for call in hasher.call_args_list]
     assert used == [blake3.AUTO, 1, 1, 1]  # the data, and what it is a part of; twice

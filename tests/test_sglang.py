@@ -182,7 +182,7 @@ def test_the_class_is_replaced_in_one_line(sglang: Plugins, cls: type) -> None:
 
 @pytest.mark.parametrize(("cls", "change"), CHANGES.items(), ids=[cls.__name__ for cls in CHANGES])
 def test_a_class_that_has_changed_stays(sglang: Plugins, cls: type, change: str) -> None:
-    line = f"{TARGET} stays in place, since it has changed: {change}"
+    line = f"{TARGET} stays in place: it has changed: {change}"
     assert sglang.line_about(cls) == ("WARNING", line)
     assert sglang.registered == []
 
@@ -414,7 +414,7 @@ def test_the_check_says_that_sglang_s_class_has_changed(
     cls: type, change: str, installed: Installed, capsys: pytest.CaptureFixture[str]
 ) -> None:
     installed.cache.MultiModalStaticCache = cls
-    line = f"not in place: {TARGET} stays in place, since it has changed: {change}"
+    line = f"not in place: {TARGET} stays in place: it has changed: {change}"
     assert checked(capsys)[2:] == [line]
 
 

@@ -10,14 +10,13 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from multimodal_cache import CachedEncoder, MultiModalStaticCache
-from multimodal_cache._command import run
+from multimodal_cache._command import run, version_of
 from multimodal_cache._demo.encoder import VisionTransformer
 from multimodal_cache._demo.images import (
     ImageError,
@@ -176,7 +175,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Serves requests that ask several questions about the same images, from one "
         "to three each, without the cache and with it.",
     )
-    parser.add_argument("--version", action="version", version=f"multimodal-cache {_version()}")
+    version = version_of("multimodal-cache") or "(not installed)"
+    parser.add_argument("--version", action="version", version=f"multimodal-cache {version}")
     parser.add_argument(
         "--images",
         type=Path,
@@ -210,13 +210,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     return parser
-
-
-def _version() -> str:
-    try:
-        return metadata.version("multimodal-cache")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def _number_of_requests(text: str) -> int:

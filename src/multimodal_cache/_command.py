@@ -1,10 +1,11 @@
-"""How a command of the package, ``python -m multimodal_cache...``, ends."""
+"""What the commands of the package, ``python -m multimodal_cache...``, share."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from typing import NoReturn
 
 # As a shell reports that a signal, SIGINT or SIGPIPE, has ended a process.
@@ -44,3 +45,11 @@ def end_if_starting() -> None:
     words = [word.removeprefix("-m").partition(".")[0] for word in sys.orig_argv]
     if sys.argv[:1] == ["-m"] and __package__ in words:
         sys.exit(INTERRUPTED)
+
+
+def version_of(distribution: str) -> str | None:
+    """Returns the version of a distribution, or None where it isn't installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

@@ -28,6 +28,9 @@ _logger = logging.getLogger(__name__)
 _load_locks = [threading.RLock() for _ in range(64)]
 """Pillow can't load an image in two threads; this many load at once, if they aren't the same."""
 
+_IMAGE_BYTES = 64
+"""Ids of images are multiples of this apart: only so divided do they spread over all locks."""
+
 
 class _Undecodable(NamedTuple):
     """An image that Pillow takes for loaded after an error."""
@@ -68,7 +71,7 @@ def load(image: Image.Image) -> None:
     """
     _warn_once_of_old_pillow()
     key = id(image)
-    with _load_locks[key // 64 % len(_load_locks)]:
+    with _load_locks[key // _IMAGE_BYTES % len(_load_locks)]:
         unread = getattr(image, "tile", None)
         failed = _undecodable.get(key)
         if failed and not unread and failed.image() is image and failed.frame == image.tell():
@@ -78,8 +81,9 @@ def load(image: Image.Image) -> None:
         except BaseException as error:
             if unread and not image.tile:  # type: ignore[attr-defined]
                 forget = functools.partial(_forget, key)
-                known = weakref.ref(image, forget), image.tell(), _again(error)
-                _undecodable[key] = _Undecodable(*known)
+                _undecodable[key] = _Undecodable(
+                    weakref.ref(image, forget), image.tell(), _again(error)
+                )
             raise
         if failed:
             _forget(key)

@@ -33,6 +33,7 @@ _FORMATS = {
 _SIZES = {1: 1, 2: 1, 7: 1, **{kind: struct.calcsize(f"<{how}") for kind, how in _FORMATS.items()}}
 """The bytes of a value of each TIFF type that Pillow knows."""
 
+_MARK = b"Exif\0\0"
 _BYTE_ORDERS = {b"MM\0*": ">", b"MM*\0": ">", b"II*\0": "<", b"II\0*": "<"}
 
 
@@ -43,21 +44,21 @@ class _MalformedError(Exception):
 def orientation(image: Image.Image) -> int:
     """Returns the orientation by which Pillow would turn a loaded image, from 1 to 8."""
     try:
-        told = _told(image)
+        value = _raw_orientation(image)
     except _MalformedError:
         return 1
-    return int(told) if told in range(2, 9) else 1
+    return int(value) if value in range(2, 9) else 1
 
 
-def _told(image: Image.Image) -> Any:
+def _raw_orientation(image: Image.Image) -> Any:
     exif = vars(image).get("_exif")
     if exif is not None and exif._loaded:  # Pillow asks the file no more, and it may be changed
-        return _asked(exif)
-    told = _in_exif(_exif_data(image.info))
-    return _in_xmp(image.info) if told is None else told
+        return _from_pillows_exif(exif)
+    value = _in_exif(_exif_data(image.info))
+    return _in_xmp(image.info) if value is None else value
 
 
-def _asked(exif: Image.Exif) -> Any:
+def _from_pillows_exif(exif: Image.Exif) -> Any:
     """Asks Pillow for what it has read.
 
     That is decoded when first asked for. A value that another thread asks for just then is missed
@@ -65,17 +66,17 @@ def _asked(exif: Image.Exif) -> Any:
     """
     for _ in range(2):
         try:
-            told = exif.get(_TAG)
+            value = exif.get(_TAG)
         except Warning:
-            told = _asked_without_warnings(exif)
-        except (KeyError, ValueError, TypeError, LookupError, struct.error):
+            value = _from_pillows_exif_without_warnings(exif)
+        except (LookupError, TypeError, ValueError, struct.error):
             continue
-        if told is not None:
-            return told
+        if value is not None:
+            return value
     return None
 
 
-def _asked_without_warnings(exif: Image.Exif) -> Any:
+def _from_pillows_exif_without_warnings(exif: Image.Exif) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return exif.get(_TAG)
@@ -93,7 +94,8 @@ def _exif_data(info: dict[Any, Any]) -> bytes:
         return b""
     if not isinstance(data, (bytes, bytearray)):
         raise _MalformedError
-    return bytes(data).removeprefix(b"Exif\0\0").removeprefix(b"Exif\0\0")
+    # As Pillow does: some files have it twice.
+    return bytes(data).removeprefix(_MARK).removeprefix(_MARK)
 
 
 def _in_exif(data: bytes) -> Any:
@@ -111,9 +113,9 @@ def _in_exif(data: bytes) -> Any:
     end = min(start + 2 + 12 * entries, len(data) - 11)
     for entry in range(start + 2, end, 12):
         if data.startswith(tag, entry):
-            told = _value(data, entry, order)
-            if told is not None:
-                return told
+            value = _value(data, entry, order)
+            if value is not None:
+                return value
     return None
 
 

@@ -24,6 +24,9 @@ from multimodal_cache.base import EmbeddingResult, EmbeddingTypeError
 T = TypeVar("T")
 Replacements = dict[int, Callable[[], torch.Tensor]]  # by the id of the tensor replaced
 
+_NOT_RECORDS = (list, tuple, dict, type)
+"""Their instances hold more than their attributes, which would go uncounted."""
+
 
 def plan_ownership(result: Any, *, copy_all: bool) -> tuple[int, Replacements]:
     """Plans how to store a result; changes nothing.
@@ -101,7 +104,7 @@ def _plan_with_care(result: Any, copy_all: bool) -> tuple[int, Replacements]:
                     continue
                 kept.add(memory)
         total += nbytes
-    if replacements and not _is_plain(result):
+    if replacements and not _has_only_its_embedding(result):
         _rehearse(result, replacements)
     return total, replacements
 
@@ -113,7 +116,7 @@ def replace_tensors(result: Any, replacements: Replacements) -> Any:
         RuntimeError: Torch could not copy a tensor, for want of memory perhaps.
     """
     new = {key: replacement() for key, replacement in replacements.items()}
-    if _is_plain(result):
+    if _has_only_its_embedding(result):
         twin = object.__new__(type(result))
         (twin.embedding,) = new.values()
         return twin
@@ -171,7 +174,7 @@ def copy_out(tensor: torch.Tensor) -> torch.Tensor:
 def _tensors(result: Any) -> Collection[torch.Tensor]:
     """Returns the distinct tensors of a result."""
     attributes = {}
-    if not isinstance(result, (list, tuple, dict, type)):  # these would hold more, uncounted
+    if not isinstance(result, _NOT_RECORDS):
         attributes = _attributes(result)
     embedding = attributes.get("embedding")
     if not isinstance(embedding, torch.Tensor):
@@ -184,8 +187,8 @@ def _tensors(result: Any) -> Collection[torch.Tensor]:
     return {id(tensor): tensor for tensor in _find_tensors(result)}.values()
 
 
-def _is_plain(result: Any) -> bool:
-    """Whether a result is of the usual kind, which needs no search and no care."""
+def _has_only_its_embedding(result: Any) -> bool:
+    """Whether a result holds nothing else and is copied without care, as the usual ones are."""
     cls = type(result)
     return _copies_plainly(cls) and len(result.__dict__) == 1  # type: ignore[arg-type]
 
@@ -329,9 +332,7 @@ def _attributes(record: object) -> dict[str, Any]:
 def _holds_all_in_dict(cls: type) -> bool:
     """Whether all that an instance of the class holds is in its ``__dict__``."""
     return (
-        cls.__dictoffset__ != 0
-        and not issubclass(cls, (list, tuple, dict, type))
-        and not _slots(cls)  # type: ignore[arg-type]  # a class is hashable
+        cls.__dictoffset__ != 0 and not issubclass(cls, _NOT_RECORDS) and not _slots(cls)  # type: ignore[arg-type]  # a class is hashable
     )
 
 

@@ -24,9 +24,10 @@ def dense_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     """
     plain = tensor
     if type(tensor) is not torch.Tensor:
-        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            raise _no_storage(tensor)
-        if is_lazy(tensor):  # torch.nn.UninitializedParameter
+        if (
+            type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+            or is_lazy(tensor)  # torch.nn.UninitializedParameter
+        ):
             raise _no_storage(tensor)
         plain = plain_tensor(tensor)
     if (

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeVar
 
+import numpy as np
 import torch
 
 T = TypeVar("T")
@@ -56,7 +57,7 @@ class CombinedHash(int):
     _mm_hashes: tuple[int, ...]
 
     def __new__(cls, mm_hashes: Iterable[SupportsIndex]) -> CombinedHash:  # noqa: D102
-        items = tuple([single_key(item) for item in _mm_hashes(mm_hashes)])
+        items = tuple([single_key(item) for item in _in_order(mm_hashes)])
         if not items:
             raise ValueError("mm_hashes must hold an item or more, got none")
         return cls._of(items)
@@ -166,7 +167,7 @@ def item_keys(mm_hashes: Iterable[SupportsIndex | None] | None) -> tuple[int, ..
     """
     if mm_hashes is None:
         return None
-    items = _mm_hashes(mm_hashes)
+    items = _in_order(mm_hashes)
     for item in items:
         if type(item) is not int:
             break
@@ -176,23 +177,33 @@ def item_keys(mm_hashes: Iterable[SupportsIndex | None] | None) -> tuple[int, ..
     return keys if len(keys) == len(items) else None
 
 
+_ADVICE = {
+    "mm_hash": "hash_feature makes one, int(digest, 16) one of a hex digest, "
+    "combine_hashes one of a list",
+    "an item of mm_hashes": "hash_feature makes one, int(digest, 16) one of a hex digest",
+    "max_size": "give a number of bytes, such as 4 * 2**30",
+}
+"""What to give in place of what isn't an int, by the name of the argument."""
+
+
 def as_int(name: str, value: Any) -> int:
     """Returns any integer as a plain int.
 
-    NumPy integers and other types with ``__index__`` are integers. Bools and tensors are
-    not, though they have the method too: they are never meant as a key or a size.
+    NumPy integers and other types with ``__index__`` are integers. Bools, NumPy's too, and
+    tensors are not, though they may have the method: they are never meant as a key or a size.
 
     Raises:
         TypeError: ``value`` isn't an integer; the message calls it ``name``.
     """
     if type(value) is int:
         return value
-    if not isinstance(value, (bool, torch.Tensor)):
+    if not isinstance(value, (bool, np.bool_, torch.Tensor)):
         try:
             return operator.index(value)
         except TypeError:
             pass
-    raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    message = f"{name} must be an int, got {type(value).__name__}"
+    raise TypeError(f"{message}: {_ADVICE[name]}" if name in _ADVICE else message)
 
 
 def single_key(item: Any, name: str = "an item of mm_hashes") -> int:
@@ -211,10 +222,11 @@ def single_key(item: Any, name: str = "an item of mm_hashes") -> int:
 
 
 def ordered_items(name: str, items: Iterable[T], expected: str = "a list") -> tuple[T, ...]:
-    """Returns the items; refuses text, which isn't a list of them, and sets, without order.
+    """Returns the items, in the order in which they come.
 
     Raises:
-        TypeError: ``items`` isn't an ordered iterable; the message calls it ``name``.
+        TypeError: ``items`` isn't an ordered iterable, or is text, which isn't a list of items,
+            or a mapping, which has more than its keys; the message calls it ``name``.
     """
     if isinstance(items, (list, tuple)):
         return tuple(items)
@@ -228,5 +240,6 @@ def ordered_items(name: str, items: Iterable[T], expected: str = "a list") -> tu
     raise TypeError(f"{name} must be {expected}, got {type(items).__name__}")
 
 
-def _mm_hashes(items: Iterable[T]) -> tuple[T, ...]:
-    return ordered_items("mm_hashes", items, "a list of ints or another ordered iterable")
+def _in_order(mm_hashes: Iterable[T]) -> tuple[T, ...]:
+    expected = "a list of ints or another ordered iterable (for one key [key], or get_single)"
+    return ordered_items("mm_hashes", mm_hashes, expected)

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
+from multimodal_cache._command import version_of
 from multimodal_cache.integrations.sglang import CLASS, TARGET, SchedulerCache, obstacle
 
 NAME = "multimodal_cache"  # of the entry point, not of the package
@@ -42,11 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "cache in. Exit status: 0 if so, else 1.",
     )
     parser.parse_args(arguments)
-    sglang = _version_of("sglang")
+    sglang = version_of("sglang")
     if sglang is None and importlib.util.find_spec("sglang") is None:
         _say("not in place: sglang isn't installed in this environment")
         return 1
-    versions = (_version_of("multimodal-cache"), sglang)
+    versions = (version_of("multimodal-cache"), sglang)
     _say(
         "multimodal-cache {}, SGLang {}".format(*(each or "(version unknown)" for each in versions))
     )
@@ -58,20 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         obstacles += _obstacles_of_the_class()
     if not obstacles:
         obstacles += _obstacles_of_loading()
-    for line in obstacles or [f"in place: SGLang's schedulers make a {CLASS}"]:
-        _say(f"not in place: {line}" if obstacles else line)
-    return 1 if obstacles else 0
+    if not obstacles:
+        _say(f"in place: SGLang's schedulers make a {CLASS}")
+        return 0
+    for line in obstacles:
+        _say(f"not in place: {line}")
+    return 1
 
 
 def _say(line: str) -> None:
     sys.stdout.write(f"{' '.join(line.split())}\n")
-
-
-def _version_of(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _obstacles_of_the_environment() -> Iterator[str]:
@@ -104,8 +101,8 @@ def _obstacles_of_the_class() -> list[str]:
     try:
         reason = obstacle()
     except Exception as error:  # noqa: BLE001  # whatever another version does
-        reason = f": {_in_words(error)}"
-    return [f"{TARGET} stays in place{reason}"] if reason else []
+        reason = _in_words(error)
+    return [f"{TARGET} stays in place: {reason}"] if reason else []
 
 
 def _budget() -> str:
@@ -140,7 +137,7 @@ def _obstacles_of_loading() -> list[str]:
         return []
     return [
         f"after SGLang has loaded its plugins, {TARGET} is {found!r}",
-        *(f"SGLang's log has: {_in_words(record)}" for record in records),
+        *(f"SGLang's log has: {_message(record)}" for record in records),
     ]
 
 
@@ -169,8 +166,10 @@ def _records_of(name: str) -> Iterator[list[logging.LogRecord]]:
         logger.removeHandler(handler)
 
 
-def _in_words(what: Exception | logging.LogRecord) -> str:
-    if isinstance(what, Exception):
-        return f"{type(what).__name__}: {what}"
-    error = what.exc_info[1] if what.exc_info else None
-    return what.getMessage() + (f": {error}" if error is not None else "")
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _message(record: logging.LogRecord) -> str:
+    error = record.exc_info[1] if record.exc_info else None
+    return record.getMessage() + (f": {error}" if error is not None else "")

@@ -71,7 +71,7 @@ def register() -> None:
     Logs one line: what is replaced (INFO); or why SGLang's class stays in place (WARNING).
     """
     if reason := obstacle():
-        logger.warning("%s stays in place%s", TARGET, reason)
+        logger.warning("%s stays in place: %s", TARGET, reason)
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -89,9 +89,9 @@ def obstacle() -> str | None:
         from sglang.srt.mem_cache.multimodal_cache import MultiModalStaticCache as SGLangCache
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: F401
     except ImportError as error:
-        return f": {error}"
+        return str(error)
     if changes := _changes(SGLangCache):
-        return f", since it has changed: {'; '.join(changes)}"
+        return f"it has changed: {'; '.join(changes)}"
     return None
 
 
