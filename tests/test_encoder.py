@@ -194,7 +194,7 @@ def test_other_output_is_refused_and_nothing_is_cached(
     assert message in str(caught.value)
     assert len(cache) == 0
     assert encoder.stats().failures == 1
-    assert encoder._flights == {}
+    assert encoder._flights.by_key == {}
 
 
 # num_tokens
@@ -348,7 +348,7 @@ def test_clear_during_an_encode() -> None:
     encoder = CachedEncoder(cache, encode, key=int)
     assert numbers(encoder([1])) == [1]
     assert list(cache.mm_cache) == [2]
-    assert encoder._flights == {}
+    assert encoder._flights.by_key == {}
 
 
 # Other caches
@@ -411,7 +411,7 @@ def test_a_cache_that_refuses_fails_the_call_and_lands_its_flights() -> None:
     for _ in range(2):
         with pytest.raises(MemoryError, match="full"):
             encoder([1, 2])
-    assert (encoder._flights, encoder.stats().failures) == ({}, 2)
+    assert (encoder._flights.by_key, encoder.stats().failures) == ({}, 2)
 
 
 # Arguments

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeGuard
+
 import torch
+from torch import strided
 from torch.nn.parameter import is_lazy
 
 _QUANTISED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
@@ -12,6 +15,16 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor without its class, which may tell another shape, strides or dtype."""
     with torch._C.DisableTorchFunctionSubclass():
         return torch.Tensor.as_subclass(tensor, torch.Tensor)
+
+
+def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor that is neither sparse, nested nor without elements (meta)."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is strided
+        and not value.is_nested
+        and not value.is_meta
+    )
 
 
 def dense_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
@@ -29,10 +42,8 @@ def dense_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
             raise _no_storage(tensor)
         plain = plain_tensor(tensor)
     if (
-        plain.layout is torch.strided
+        is_dense(plain)
         and plain.dtype not in _QUANTISED  # a view may be of one without is_quantized
-        and not plain.is_nested
-        and not plain.is_meta
     ):
         try:
             storage = plain.untyped_storage()
