@@ -31,7 +31,8 @@ from hypothesis import strategies as st
 from support import EncoderOfNumbers, numbers
 
 from multimodal_cache import CachedEncoder, EmbeddingResult, MultiModalStaticCache
-from multimodal_cache._calls import Batch
+from multimodal_cache._calls import Batch, Call
+from multimodal_cache._flights import Flights
 from multimodal_cache._gate import Gate
 from multimodal_cache._turns import Turns
 
@@ -613,6 +614,7 @@ def test_a_task_that_is_cancelled_before_its_encode_began_lands_its_flights() ->
 
     limited(main())
     assert encode.calls == []
+    assert encoder.stats().failures == 0
 
 
 def test_an_encode_that_can_not_be_begun_lands_its_flights() -> None:
@@ -620,7 +622,7 @@ def test_an_encode_that_can_not_be_begun_lands_its_flights() -> None:
     encoder._executor.shutdown()
     with pytest.raises(RuntimeError, match="after shutdown"):
         limited(encoder.encode_async([1], [1]))
-    assert encoder._flights.by_key == {}
+    assert (encoder._flights.by_key, encoder.stats().failures) == ({}, 0)
     assert numbers(encoder([1], [1])) == [1]
 
 
@@ -699,8 +701,23 @@ def test_an_interrupt_before_the_encode_lands_its_flights(monkeypatch: pytest.Mo
         patched.setattr(Batch, "encode", interrupted)
         with pytest.raises(KeyboardInterrupt):
             encoder([1], [1])
-    assert encoder._flights.by_key == {}
+    assert (encoder._flights.by_key, encoder.stats().failures) == ({}, 0)
     assert numbers(encoder([1], [1])) == [1]
+
+
+def test_a_batch_lands_no_flight_but_its_own() -> None:
+    """However late: its call may have claimed others since."""
+    flights = Flights(MultiModalStaticCache(10_000))
+    call = Call(flights, Gate(None), [1, 2], [1, 2], [None, 3])
+    first = call.next_batch()
+    assert first is not None
+    first.land_without(None)
+    second = call.next_batch()
+    assert second is not None
+    first.land_without(None)
+    assert [flight for _, flight in second.claimed] == [*flights.by_key.values()]
+    second.land_without(None)
+    assert flights.by_key == {}
 
 
 def test_threads_and_loops_share_flights() -> None:
@@ -948,7 +965,7 @@ def test_close_lets_an_encode_end_and_begins_no_other(wait: bool) -> None:
 
     limited(main())
     assert encode.calls == [[1]]
-    assert encoder._flights.by_key == {}
+    assert (encoder._flights.by_key, encoder.stats().failures) == ({}, 0)
 
 
 def test_an_encode_may_close_its_encoder() -> None:
