@@ -63,7 +63,7 @@ def gated(max_size: int = 10_000) -> Iterator[tuple[CachedEncoder, GatedEncoder,
     """Yields an encoder whose encode waits, that encode, and a function that runs in a thread."""
     encode = GatedEncoder()
     encoder = CachedEncoder(MultiModalStaticCache(max_size), encode, key=int)
-    encoder._flights = WaitingFlights()
+    encoder._flights.by_key = WaitingFlights()
     with ThreadPoolExecutor(32) as pool:
         try:
             yield encoder, encode, pool.submit
@@ -77,7 +77,7 @@ def wait_for(semaphore: threading.Semaphore, count: int = 1) -> None:
 
 
 def joined(encoder: CachedEncoder, count: int = 1) -> None:
-    flights = encoder._flights
+    flights = encoder._flights.by_key
     assert isinstance(flights, WaitingFlights)
     wait_for(flights.joined, count)
 

@@ -91,6 +91,10 @@ class Output(NamedTuple):
     pooled: torch.Tensor
 
 
+class Empty(NamedTuple):
+    """It has no field to return instead."""
+
+
 class ModelOutput(collections.OrderedDict[str, Any]):
     """As those of transformers."""
 
@@ -161,7 +165,11 @@ def test_num_tokens_decides_where_there_are_as_many_rows_as_features() -> None:
     ("output", "num_tokens", "message"),
     [
         (None, None, "a dense tensor, or a list or tuple of them, got NoneType"),
-        (np.zeros((2, 3, 4)), None, "a dense tensor, or a list or tuple of them, got ndarray"),
+        (np.zeros((2, 3, 4)), None, "them, got ndarray: return torch.from_numpy(...) of it"),
+        ([np.zeros((3, 4))] * 2, None, "got ndarray for feature 0: return torch.from_numpy(...)"),
+        (result(2, 3, 4), None, "tuple of them, got EmbeddingResult: return its .embedding"),
+        ([result(3, 4)] * 2, None, "got EmbeddingResult for feature 0: return its .embedding"),
+        (Empty(), None, "a dense tensor, or a list or tuple of them, got Empty"),
         ({"x": ROWS}, None, "got dict: return one of its values, such as output['x']"),
         ({}, None, "a dense tensor, or a list or tuple of them, got dict"),
         (ModelOutput(h=ROWS, p=ROWS[:, 0]), None, "got ModelOutput: return one of its values, "),
@@ -194,7 +202,7 @@ def test_other_output_is_refused_and_nothing_is_cached(
     assert message in str(caught.value)
     assert len(cache) == 0
     assert encoder.stats().failures == 1
-    assert encoder._flights == {}
+    assert encoder._flights.by_key == {}
 
 
 # num_tokens
@@ -348,7 +356,7 @@ def test_clear_during_an_encode() -> None:
     encoder = CachedEncoder(cache, encode, key=int)
     assert numbers(encoder([1])) == [1]
     assert list(cache.mm_cache) == [2]
-    assert encoder._flights == {}
+    assert encoder._flights.by_key == {}
 
 
 # Other caches
@@ -411,7 +419,7 @@ def test_a_cache_that_refuses_fails_the_call_and_lands_its_flights() -> None:
     for _ in range(2):
         with pytest.raises(MemoryError, match="full"):
             encoder([1, 2])
-    assert (encoder._flights, encoder.stats().failures) == ({}, 2)
+    assert (encoder._flights.by_key, encoder.stats().failures) == ({}, 2)
 
 
 # Arguments
@@ -420,8 +428,9 @@ def test_a_cache_that_refuses_fails_the_call_and_lands_its_flights() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("ab",), "features must be a list, got str"),
-        ((5,), "features must be a list, got int"),
+        (("ab",), "a list, got str: give [image] for one image, a list for several"),
+        ((b"ab",), "a list, got bytes: give [image] for one image, a list for several"),
+        ((5,), "a list, got int: give [image] for one image, a list for several"),
         (({"a": 1},), "features must be a list, got dict"),
         ((torch.zeros(2, 3),), "got Tensor: give [image] for one image, list(batch) for a batch"),
         ((np.zeros((2, 3)),), "got ndarray: give [image] for one image, list(batch) for a batch"),
@@ -469,6 +478,8 @@ def refuse(error: type[Exception], arguments: Sequence[Any], message: str) -> No
     ("make", "message"),
     [
         (lambda c: CachedEncoder(None, len), "cache must be a MultimodalCache, got NoneType"),  # type: ignore
+        (lambda c: CachedEncoder(len, c), "got builtin_function_or_method: the order is Cached"),  # type: ignore
+        (lambda c: CachedEncoder(type(c), len), "got the class MultiModalStaticCache: give an in"),  # type: ignore
         (lambda c: CachedEncoder(c, None), "encode must be callable, got NoneType"),  # type: ignore
         (lambda c: CachedEncoder(c, len, key=5), "key must be callable or None, got int"),  # type: ignore
         (lambda c: CachedEncoder(c, len, namespace=5), "namespace must be str or bytes, got int"),  # type: ignore

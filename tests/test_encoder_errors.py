@@ -18,7 +18,7 @@ from encoders import LIMIT, gated, joined, limited, settle, wait_for
 from support import numbers
 
 from multimodal_cache import CachedEncoder, MultiModalStaticCache
-from multimodal_cache._errors import SharedError, copy_error
+from multimodal_cache._errors import Failure, copy_error
 
 # What is freed when the callers let go of their errors, by reference counting alone
 
@@ -264,8 +264,8 @@ def test_errors_of_any_type_are_copied(error: Exception) -> None:
 def test_notes_are_not_shared() -> None:
     error = OSError("bad")
     error.add_note("of encode")  # type: ignore[attr-defined]  # since Python 3.11
-    shared = SharedError(error)
-    one, other = shared.new(), shared.new()
+    shared = Failure(error)
+    one, other = shared.new_error(), shared.new_error()
     one.add_note("of this caller")  # type: ignore[attr-defined]
     assert other.__notes__ == ["of encode"]  # type: ignore[attr-defined]
 
@@ -277,7 +277,7 @@ def test_an_error_that_encode_raised_from_another_leads_to_that_too() -> None:
         except KeyError as first:
             raise OSError("then") from first
     except OSError as error:
-        copied = SharedError(error).new()
+        copied = Failure(error).new_error()
     assert copied.__cause__ is not None
     assert isinstance(copied.__cause__.__cause__, KeyError)
     assert "KeyError: 'first'" in shown(copied)
@@ -298,7 +298,7 @@ def changed_error() -> OSError:
 @pytest.mark.parametrize("error", [UncopyableError("bad"), changed_error()])
 def test_who_waits_for_what_can_not_be_copied_tries_again(error: Exception) -> None:
     with pytest.raises(TypeError):
-        SharedError(error)
+        Failure(error)
     with gated() as (encoder, encode, run):
         encode.fail[1] = error
         first = run(encoder, [1])

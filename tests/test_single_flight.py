@@ -31,8 +31,10 @@ from hypothesis import strategies as st
 from support import EncoderOfNumbers, numbers
 
 from multimodal_cache import CachedEncoder, EmbeddingResult, MultiModalStaticCache
+from multimodal_cache._calls import Batch, Call
+from multimodal_cache._flights import Flights
+from multimodal_cache._gate import Gate
 from multimodal_cache._turns import Turns
-from multimodal_cache.encoder import _Call, _without_grad
 
 # Threads
 
@@ -49,7 +51,7 @@ def test_many_threads_that_want_one_image_encode_it_once() -> None:
             assert all(row is embedding for row in other.result(LIMIT))
     assert encode.calls == [[1]]
     assert encoder.stats().coalesced == 40
-    assert encoder._flights == {}
+    assert encoder._flights.by_key == {}
 
 
 def test_other_images_go_on_while_one_is_encoded() -> None:
@@ -120,7 +122,7 @@ def test_those_who_wait_for_an_interrupted_encode_try_again() -> None:
         for other in others:
             assert numbers(other.result(LIMIT)) == [1]
     assert encode.calls == [[1], [1]]
-    assert encoder._flights == {}
+    assert encoder._flights.by_key == {}
 
 
 def test_an_error_about_a_length_is_not_shared_with_other_lengths() -> None:
@@ -182,7 +184,7 @@ def test_a_call_after_clear_does_not_join_an_encode_from_before() -> None:
         assert old.result(LIMIT)[0] is not new.result(LIMIT)[0]
         assert encoder([1])[0] is new.result(LIMIT)[0]
     assert encode.calls == [[1], [1]]
-    assert encoder._flights == {}
+    assert encoder._flights.by_key == {}
 
 
 def test_a_call_inside_encode_that_would_wait_is_an_error() -> None:
@@ -205,7 +207,7 @@ def test_a_call_inside_encode_that_would_wait_is_an_error() -> None:
         encoder([3])
     with pytest.raises(RuntimeError, match="a call from inside encode would have to wait"):
         asyncio.run(encoder.encode_async([3]))
-    assert encoder._flights == {}
+    assert encoder._flights.by_key == {}
 
 
 def test_a_task_that_encode_starts_and_does_not_await_may_wait_for_it() -> None:
@@ -228,7 +230,7 @@ def test_a_task_that_encode_starts_and_does_not_await_may_wait_for_it() -> None:
         assert (await tasks[0])[0] is (await call)[0]
 
     limited(main())
-    assert (len(gates), encoder._inside) == (1, set())
+    assert (len(gates), encoder._gate._inside) == (1, set())
 
 
 @pytest.mark.parametrize("as_task", [False, True])
@@ -241,7 +243,7 @@ def test_code_that_a_coroutine_encode_awaits_may_not_wait_for_it(as_task: bool) 
     encoder = CachedEncoder(MultiModalStaticCache(10_000), encode)
     with pytest.raises(RuntimeError, match="a call from inside encode would have to wait"):
         limited(encoder.encode_async([1], [1]))
-    assert (encoder._flights, encoder._inside) == ({}, set())
+    assert (encoder._flights.by_key, encoder._gate._inside) == ({}, set())
 
 
 @pytest.mark.parametrize("plain", [True, False])
@@ -259,7 +261,7 @@ def test_what_encode_leaves_behind_is_not_inside_it(plain: bool) -> None:
     encoder = CachedEncoder(MultiModalStaticCache(10_000), encode if plain else encode_later)
     limited(encoder.encode_async([1], [1]))
     with gated() as (other, gate, run):
-        other._inside, other._cache = encoder._inside, encoder._cache
+        other._gate = encoder._gate
         call = run(other, [2])
         wait_for(gate.begun)
         waiting = run(left[0].run, other, [2])
@@ -278,7 +280,7 @@ def test_a_thread_that_encode_starts_is_not_inside_it() -> None:
         return encode(features)
 
     encoder = CachedEncoder(MultiModalStaticCache(10_000), encode_and_start)
-    encoder._flights = WaitingFlights()
+    encoder._flights.by_key = WaitingFlights()
     with ThreadPoolExecutor(2) as pool:
         call = pool.submit(encoder, [1], [1])
         wait_for(encode.begun)
@@ -321,7 +323,7 @@ def test_a_callback_of_the_cache_that_calls_the_encoder_does_not_hang() -> None:
     assert numbers(encoder([1, 2], [1, 2])) == [1, 2]
     assert len(errors) == 1
     assert "inside encode" in errors[0]
-    assert encoder._flights == {}
+    assert encoder._flights.by_key == {}
 
 
 def test_the_cache_is_never_called_under_the_lock_of_the_encoder() -> None:
@@ -345,7 +347,7 @@ def test_the_cache_is_never_called_under_the_lock_of_the_encoder() -> None:
         with ThreadPoolExecutor(1) as pool:
             asked.append(pool.submit(encoder.stats).result(LIMIT))
         if len(asked) == 1:
-            encoder._landings += 1  # so that it looks again
+            encoder._flights.landings += 1  # so that it looks again
 
     cache = Asking(10_000)
     encoder = CachedEncoder(cache, EncoderOfNumbers())
@@ -380,10 +382,10 @@ def test_a_landing_that_is_interrupted_goes_on() -> None:
             super().__delitem__(key)
 
     interrupted: list[int] = []
-    encoder._flights = Interrupting()
+    encoder._flights.by_key = Interrupting()
     with pytest.raises(KeyboardInterrupt):
         encoder([1, 2, 3], [1, 2, 3])
-    assert encoder._flights == {}
+    assert encoder._flights.by_key == {}
     assert numbers(encoder([1, 2, 3], [1, 2, 3])) == [1, 2, 3]
     assert encoder.stats().encoded == 3
 
@@ -448,7 +450,7 @@ def test_a_cancelled_task_does_not_cancel_the_encode() -> None:
 
     limited(main())
     assert encode.calls == [[1]]
-    assert encoder._flights == {}
+    assert encoder._flights.by_key == {}
     assert encoder._cache.get_single(1) is not None
 
 
@@ -492,7 +494,7 @@ class Plain:
 
 
 async def awaits(awaitable: Any) -> Any:
-    return await _without_grad(awaitable, set())
+    return await Gate(None).without_grad(awaitable)
 
 
 def test_awaiting_without_gradients_is_like_awaiting() -> None:
@@ -514,16 +516,16 @@ def test_only_tasks_are_remembered_as_awaited() -> None:
             yield None
             yield ["unhashable"]
 
-    awaited: set[Any] = set()
+    gate = Gate(None)
 
     async def awaits_bare() -> None:
-        await _without_grad(Bare(), awaited)
+        await gate.without_grad(Bare())
 
     task = awaits_bare()
     assert task.send(None) is None
-    assert awaited == set()
+    assert gate._inside == set()
     assert task.send(None) == ["unhashable"]
-    assert awaited == set()
+    assert gate._inside == set()
     task.close()
 
 
@@ -565,7 +567,7 @@ def test_the_end_of_a_loop_lands_its_flights() -> None:
     """A thread that waits for them tries again."""
     encode = AsyncEncoder()
     encoder = CachedEncoder(MultiModalStaticCache(10_000), encode)
-    encoder._flights = WaitingFlights()
+    encoder._flights.by_key = WaitingFlights()
     waiting: list[Future[Any]] = []
 
     def in_another_loop() -> Any:
@@ -584,7 +586,7 @@ def test_the_end_of_a_loop_lands_its_flights() -> None:
             begun = asyncio.ensure_future(encoder.encode_async([1], [1]))
             await settle()
             waiting.append(pool.submit(in_another_loop))
-            flights = encoder._flights
+            flights = encoder._flights.by_key
             assert isinstance(flights, WaitingFlights)
             while not flights.joined.acquire(blocking=False):
                 await asyncio.sleep(0)
@@ -593,7 +595,7 @@ def test_the_end_of_a_loop_lands_its_flights() -> None:
         limited(main())
         assert numbers(waiting[0].result(LIMIT)) == [1]
     assert len(encode.calls) == 2
-    assert encoder._flights == {}
+    assert encoder._flights.by_key == {}
 
 
 def test_a_task_that_is_cancelled_before_its_encode_began_lands_its_flights() -> None:
@@ -604,14 +606,15 @@ def test_a_task_that_is_cancelled_before_its_encode_began_lands_its_flights() ->
         task = asyncio.ensure_future(encoder.encode_async([1], [1]))
         await asyncio.sleep(0)
         for each in asyncio.all_tasks() - {asyncio.current_task(), task}:
-            if "encode_claimed" in repr(each):
+            if "Batch.encode_async" in repr(each):
                 each.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
-        assert encoder._flights == {}
+        assert encoder._flights.by_key == {}
 
     limited(main())
     assert encode.calls == []
+    assert encoder.stats().failures == 0
 
 
 def test_an_encode_that_can_not_be_begun_lands_its_flights() -> None:
@@ -619,7 +622,7 @@ def test_an_encode_that_can_not_be_begun_lands_its_flights() -> None:
     encoder._executor.shutdown()
     with pytest.raises(RuntimeError, match="after shutdown"):
         limited(encoder.encode_async([1], [1]))
-    assert encoder._flights == {}
+    assert (encoder._flights.by_key, encoder.stats().failures) == ({}, 0)
     assert numbers(encoder([1], [1])) == [1]
 
 
@@ -635,7 +638,7 @@ def test_a_loop_that_ends_during_a_plain_encode_leaves_nothing_behind() -> None:
     limited(main())
     encode.gate.set()
     encoder._executor.shutdown()
-    assert (encoder._tasks, encoder._flights) == (set(), {})
+    assert (encoder._tasks, encoder._flights.by_key) == (set(), {})
     assert encoder._cache.get_single(1) is not None
 
 
@@ -691,15 +694,30 @@ def test_threads_of_the_loop_may_all_wait_for_one_encode() -> None:
 def test_an_interrupt_before_the_encode_lands_its_flights(monkeypatch: pytest.MonkeyPatch) -> None:
     encoder = CachedEncoder(MultiModalStaticCache(10_000), EncoderOfNumbers())
 
-    def interrupted(call: Any) -> None:
+    def interrupted(batch: Batch, encode: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(_Call, "encode_claimed", interrupted)
+        patched.setattr(Batch, "encode", interrupted)
         with pytest.raises(KeyboardInterrupt):
             encoder([1], [1])
-    assert encoder._flights == {}
+    assert (encoder._flights.by_key, encoder.stats().failures) == ({}, 0)
     assert numbers(encoder([1], [1])) == [1]
+
+
+def test_a_batch_lands_no_flight_but_its_own() -> None:
+    """However late: its call may have claimed others since."""
+    flights = Flights(MultiModalStaticCache(10_000))
+    call = Call(flights, Gate(None), [1, 2], [1, 2], [None, 3])
+    first = call.next_batch()
+    assert first is not None
+    first.land_without(None)
+    second = call.next_batch()
+    assert second is not None
+    first.land_without(None)
+    assert [flight for _, flight in second.claimed] == [*flights.by_key.values()]
+    second.land_without(None)
+    assert flights.by_key == {}
 
 
 def test_threads_and_loops_share_flights() -> None:
@@ -851,7 +869,7 @@ def test_no_more_encodes_run_at_once_than_the_limit_in_threads_and_tasks(limit: 
 
     limited(main())
     assert encode.most == limit
-    assert encoder._turns._free == limit
+    assert encoder._gate._turns._free == limit
 
 
 def test_coroutine_functions_take_turns_and_pass_them_on() -> None:
@@ -873,7 +891,7 @@ def test_coroutine_functions_take_turns_and_pass_them_on() -> None:
         assert isinstance(tasks[1].exception(), OSError)
 
     limited(main())
-    assert encoder._turns._free == 1
+    assert encoder._gate._turns._free == 1
 
 
 def test_who_is_interrupted_while_it_waits_for_its_turn_takes_none() -> None:
@@ -883,7 +901,7 @@ def test_who_is_interrupted_while_it_waits_for_its_turn_takes_none() -> None:
         with contextlib.suppress(KeyboardInterrupt), turns.taken() as second:
             assert not second.done()
             raise KeyboardInterrupt
-        with turns.taken(free=True) as nested:
+        with turns.taken(nested=True) as nested:
             assert nested.done()
     assert turns._free == 1
     with turns.taken() as third:
@@ -929,12 +947,12 @@ def test_close_lets_an_encode_end_and_begins_no_other(wait: bool) -> None:
         while not encode.begun.acquire(blocking=False):
             await asyncio.sleep(0)
         queued = asyncio.ensure_future(encoder.encode_async([2]))
-        while 2 not in encoder._flights:
+        while 2 not in encoder._flights.by_key:
             await asyncio.sleep(0)
         if wait:
             with ThreadPoolExecutor(1) as pool:
                 closing = pool.submit(encoder.close)
-                while not encoder._closed:
+                while not encoder._gate.closed:
                     await asyncio.sleep(0)
                 assert not closing.done()
                 encode.go_on.release()
@@ -947,7 +965,7 @@ def test_close_lets_an_encode_end_and_begins_no_other(wait: bool) -> None:
 
     limited(main())
     assert encode.calls == [[1]]
-    assert encoder._flights == {}
+    assert (encoder._flights.by_key, encoder.stats().failures) == ({}, 0)
 
 
 def test_an_encode_may_close_its_encoder() -> None:
@@ -1018,7 +1036,7 @@ class Schedule:
                 assert numbers(task.result()) == keys
             elif not task.cancelled():
                 assert isinstance(task.exception(), OSError)
-        assert self.encoder._flights == {}
+        assert self.encoder._flights.by_key == {}
         assert self.encoder._tasks == set()
         for key, entry in self.cache.mm_cache.items():
             assert numbers([entry.embedding]) == [key]
@@ -1064,5 +1082,5 @@ def test_threads_in_any_order() -> None:
             future.result(LIMIT)
     stats = encoder.stats()
     assert stats.hits + stats.encoded + stats.coalesced == 8 * 200 * 3
-    assert encoder._flights == {}
+    assert encoder._flights.by_key == {}
     cache.check()

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 E = TypeVar("E", bound=Exception)
 
 _HEAP_TYPE = 1 << 9  # of a class's flags: made at run time, as by a class statement
+_MISSING = object()
 
 
-class SharedError:
+class Failure:
     """What ``encode`` raised, for those who waited for it.
 
     To raise an error adds to its traceback. Were it one object for all, each traceback would
@@ -32,8 +33,8 @@ class SharedError:
         cause.__suppress_context__ = error.__suppress_context__
         self._cause = cause.with_traceback(error.__traceback__)
 
-    def new(self) -> Exception:
-        """Returns an error for one caller."""
+    def new_error(self) -> Exception:
+        """Returns an error for one caller to raise."""
         error = copy_error(self._cause)
         error.__cause__ = self._cause
         return error
@@ -55,7 +56,7 @@ def copy_error(error: E) -> E:
     if type(copied) is not cls:
         raise TypeError(f"{base.__name__}.__new__ makes a {type(copied).__name__}")
     for name, value in _members(error).items():
-        if getattr(copied, name, _members) is not value:  # an unset one may read as None
+        if getattr(copied, name, _MISSING) is not value:  # an unset one may read as None
             with contextlib.suppress(AttributeError, TypeError):  # for reading only
                 object.__setattr__(copied, name, value)
     vars(copied).update(vars(error))

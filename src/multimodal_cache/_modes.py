@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -33,8 +33,9 @@ class Modes:
         self._inference = torch.is_inference_mode_enabled()
         self._device = torch.get_default_device()
 
-    def entered(self) -> contextlib.ExitStack:
-        """Returns a context in which the calling thread has these modes."""
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Gives the calling thread these modes, until the block ends."""
         with contextlib.ExitStack() as stack:
             for device, dtype in self._autocast:
                 stack.enter_context(
@@ -44,7 +45,7 @@ class Modes:
                 stack.enter_context(torch.inference_mode())
             if self._device != torch.get_default_device():
                 stack.enter_context(self._device)
-            return stack.pop_all()
+            yield
 
 
 def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:

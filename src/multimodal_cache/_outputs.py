@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
+import numpy as np
 import torch
+
+from multimodal_cache._tensors import is_dense
+from multimodal_cache.base import EmbeddingResult
 
 
 def split_output(output: Any, lengths: Sequence[int | None]) -> list[torch.Tensor]:
@@ -15,7 +19,7 @@ def split_output(output: Any, lengths: Sequence[int | None]) -> list[torch.Tenso
     Raises:
         ValueError: It is of another type, number or shape than expected.
     """
-    if _is_dense(output):
+    if is_dense(output):
         parts = _split_tensor(output, lengths)
     elif isinstance(output, (list, tuple)) and not hasattr(output, "_fields"):
         parts = _parts(output, len(lengths))
@@ -40,7 +44,7 @@ def _parts(output: Sequence[Any], count: int) -> list[torch.Tensor]:
         if rows is None:
             raise ValueError(
                 "encode must return dense tensors of rank 1 or more, got "
-                f"{_describe(part)} for feature {index}"
+                f"{_describe(part)} for feature {index}{_advice(part)}"
             )
         if (part.ndim, part.shape[-1]) != (output[0].ndim, output[0].shape[-1]):
             raise ValueError(
@@ -58,13 +62,21 @@ def _refusal(output: Any) -> str:
         output.close()  # nobody will await it
         return "encode returned a coroutine: it must be declared with async def"
     expected = "encode must return a dense tensor, or a list or tuple of them"
-    name = type(output).__name__
+    return f"{expected}, got {_describe(output)}{_advice(output)}"
+
+
+def _advice(output: Any) -> str:
+    """Says how to get a tensor out of what isn't one, where that is known."""
+    if isinstance(output, EmbeddingResult):
+        return ": return its .embedding"
+    if isinstance(output, np.ndarray):
+        return ": return torch.from_numpy(...) of it"
     if isinstance(output, Mapping) and len(output):
-        key = next(iter(output))
-        return f"{expected}, got {name}: return one of its values, such as output[{key!r}]"
-    if isinstance(output, tuple):
-        return f"{expected}, got {name}: return one field, such as output.{output._fields[0]}"  # type: ignore[attr-defined]  # a named tuple
-    return f"{expected}, got {_describe(output)}"
+        return f": return one of its values, such as output[{next(iter(output))!r}]"
+    fields: Any = getattr(output, "_fields", None) if isinstance(output, tuple) else None
+    if fields:  # of a named tuple
+        return f": return one field, such as output.{fields[0]}"
+    return ""
 
 
 def _split_tensor(output: torch.Tensor, lengths: Sequence[int | None]) -> list[torch.Tensor]:
@@ -96,23 +108,18 @@ def _split_tensor(output: torch.Tensor, lengths: Sequence[int | None]) -> list[t
 
 def as_rows(embedding: Any) -> torch.Tensor | None:
     """Returns ``[tokens, hidden]``, or None for what is no dense tensor of rank 1 or more."""
-    if not _is_dense(embedding) or embedding.ndim == 0:
+    if not is_dense(embedding):
         return None
-    if embedding.ndim == 1:
-        return embedding.unsqueeze(0)
-    return embedding if embedding.ndim == 2 else embedding.flatten(0, -2)
-
-
-def _is_dense(value: Any) -> TypeGuard[torch.Tensor]:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.layout is torch.strided
-        and not (value.is_nested or value.is_meta)
-    )
+    rank = embedding.ndim
+    if rank == 2:
+        return embedding
+    if rank == 0:
+        return None
+    return embedding.unsqueeze(0) if rank == 1 else embedding.flatten(0, -2)
 
 
 def _describe(value: Any) -> str:
-    if _is_dense(value):
+    if is_dense(value):
         return f"a tensor {list(value.shape)}"
     if isinstance(value, torch.Tensor):
         return f"a tensor with layout={value.layout}, is_nested={value.is_nested}, {value.device}"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeGuard
+
 import torch
+from torch import strided
 from torch.nn.parameter import is_lazy
 
 QUANTISED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
@@ -13,6 +16,16 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor without its class, which may tell another shape, strides or dtype."""
     with torch._C.DisableTorchFunctionSubclass():
         return torch.Tensor.as_subclass(tensor, torch.Tensor)
+
+
+def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor that is neither sparse, nested nor without elements (meta)."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is strided
+        and not value.is_nested
+        and not value.is_meta
+    )
 
 
 def dense_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
@@ -30,12 +43,7 @@ def dense_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
         ):
             raise _no_storage(tensor)
         plain = plain_tensor(tensor)
-    if (
-        plain.layout is torch.strided
-        and plain.dtype not in QUANTISED
-        and not plain.is_nested
-        and not plain.is_meta
-    ):
+    if is_dense(plain) and plain.dtype not in QUANTISED:
         try:
             storage = plain.untyped_storage()
             storage.data_ptr()

@@ -23,14 +23,16 @@ class Turns:
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def taken(self, *, free: bool = False) -> Iterator[Future[None]]:
-        """Gives a future, which is done when it is this one's turn, until the block ends.
+    def taken(self, *, nested: bool = False) -> Iterator[Future[None]]:
+        """Yields a future that is done once it is the caller's turn; the turn ends with the block.
+
+        The caller must wait for it.
 
         Args:
-            free: It needs no turn, since it is part of what has one.
+            nested: The caller is part of what has a turn, and needs none of its own.
         """
         turn: Future[None] = Future()
-        if free:
+        if nested:
             turn.set_result(None)
             yield turn
             return

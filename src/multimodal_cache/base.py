@@ -85,6 +85,11 @@ class MultimodalCache(abc.ABC):
     two lists can be equal, so that it should compare ``CombinedHash.mm_hashes`` before it
     takes an entry for a hit. The allocator that ``set`` and ``free`` are handed is the server's
     KV-pool allocator, for caches that keep their entries in that pool.
+
+    A subclass may have a ``generation``, an attribute or a property, that ``clear`` changes and
+    that can be read without waiting. Its ``set`` must then take the keyword ``generation``, the
+    one in which an encode began, and refuse what isn't of the current one: ``CachedEncoder``
+    passes it. Without it, what was begun before a ``clear`` is cached after it.
     """
 
     @staticmethod
@@ -221,12 +226,15 @@ def single_key(item: Any, name: str = "an item of mm_hashes") -> int:
     return as_int(name, item)
 
 
-def ordered_items(name: str, items: Iterable[T], expected: str = "a list") -> tuple[T, ...]:
+def ordered_items(
+    name: str, items: Iterable[T], expected: str = "a list", *, advice: str = ""
+) -> tuple[T, ...]:
     """Returns the items, in the order in which they come.
 
     Raises:
         TypeError: ``items`` isn't an ordered iterable, or is text, which isn't a list of items,
-            or a mapping, which has more than its keys; the message calls it ``name``.
+            or a mapping, which has more than its keys; the message calls it ``name``, and ends
+            with the ``advice``.
     """
     if isinstance(items, (list, tuple)):
         return tuple(items)
@@ -237,7 +245,7 @@ def ordered_items(name: str, items: Iterable[T], expected: str = "a list") -> tu
             pass
         else:
             return tuple(iterator)
-    raise TypeError(f"{name} must be {expected}, got {type(items).__name__}")
+    raise TypeError(f"{name} must be {expected}, got {type(items).__name__}{advice}")
 
 
 def _in_order(mm_hashes: Iterable[T]) -> tuple[T, ...]:

@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import functools
 import inspect
-import threading
-import types
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn, SupportsIndex, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 
-from multimodal_cache._errors import SharedError
-from multimodal_cache._modes import Modes, outside_graphs
-from multimodal_cache._outputs import as_rows, split_output
-from multimodal_cache._ownership import copy_out
-from multimodal_cache._turns import Turns
-from multimodal_cache.base import (
-    EmbeddingResult,
-    MultimodalCache,
-    as_int,
-    ordered_items,
-    single_key,
-)
+from multimodal_cache._calls import Batch, Call
+from multimodal_cache._flights import Flights
+from multimodal_cache._gate import Gate
+from multimodal_cache._modes import Modes
+from multimodal_cache.base import MultimodalCache, as_int, ordered_items, single_key
 from multimodal_cache.keys import hash_feature
 from multimodal_cache.stats import EncoderStats
 
@@ -52,31 +33,17 @@ class CachedEncoder:
 
     Any number of threads, and of asyncio tasks on any number of event loops, may call one
     encoder. A key that one of them is encoding is waited for by the others; two encoders around
-    one cache don't know of each other's. The life of a key that isn't cached:
-
-    1. A call looks up all its keys in the cache.
-    2. Under the lock it *claims* the missing keys that nobody has claimed: each gets a flight,
-       in a table by key. A key with a flight is somebody else's, and will be waited for.
-    3. It encodes all that it claimed, in one call of ``encode``, without the lock.
-    4. The flights *land*: the embeddings go into the cache, the flights leave the table, and
-       then those who wait get them. If ``encode`` failed they get its error, where it had
-       nothing but their key to encode: an error of their own, of the same type, whose
-       ``__cause__`` leads to what ``encode`` raised. Else, or where it was interrupted or its
-       error can't be copied, they get nothing.
-    5. Only now the call waits for the flights of others; so calls that overlap never wait for
-       each other in a circle. What it got nothing for goes back to 1.
-
-    The encoder's lock is held for the table and the counters alone.
-
-    A flight belongs to the ``generation`` of the cache in which it was claimed: a call that
-    comes after ``clear()`` doesn't wait for one from before, and what that returns late isn't
-    cached.
+    one cache don't know of each other's. If that encode fails, its error goes to those who wait
+    too, where it had no other key to encode; else they encode what they want themselves.
 
     Args:
         cache: Keeps the embeddings: any ``MultimodalCache`` with ``get_single``, ``set`` and
-            ``free``. Where it has a ``generation``, ``clear()`` works during an encode.
+            ``free``. Where it has a ``generation``, as ``MultimodalCache`` describes it,
+            ``clear()`` works during an encode: a call that comes after it doesn't wait for what
+            was begun before, and that isn't cached.
         encode: The vision encoder. It gets a list of features, those that are missing, each
-            distinct key once, in first-seen order, and returns their embeddings:
+            distinct key once, in first-seen order: around a model that takes a batch, pass
+            ``lambda images: model(torch.stack(images))``. It returns their embeddings:
 
             - a list or tuple with one tensor for each feature, all of one rank and hidden size.
               The first dimensions are flattened to ``[tokens, hidden]``; ``[hidden]`` is one row;
@@ -111,8 +78,8 @@ class CachedEncoder:
     ends its threads.
 
     Raises:
-        TypeError: ``cache`` has no ``get_single``, ``encode`` or ``key`` can't be called,
-            ``namespace`` is neither str nor bytes, or ``max_concurrency`` is no int.
+        TypeError: ``cache`` has no ``get_single`` or is a class, ``encode`` or ``key`` can't be
+            called, ``namespace`` is neither str nor bytes, or ``max_concurrency`` is no int.
         ValueError: ``max_concurrency`` is below 1.
     """
 
@@ -125,8 +92,7 @@ class CachedEncoder:
         key: Callable[[Any], SupportsIndex | None] | None = None,
         max_concurrency: int | None = None,
     ) -> None:
-        if not callable(getattr(cache, "get_single", None)):
-            raise TypeError(f"cache must be a MultimodalCache, got {type(cache).__name__}")
+        _require_cache(cache, encode)
         if not callable(encode):
             raise TypeError(f"encode must be callable, got {type(encode).__name__}")
         if key is not None and not callable(key):
@@ -138,20 +104,14 @@ class CachedEncoder:
                 raise ValueError(f"max_concurrency must be 1 or more, got {max_concurrency}")
         self._cache = cache
         self._encode = encode
-        self._is_coroutine_function = _is_coroutine_function(encode)
+        self._is_async = _is_coroutine_function(encode)
         self._namespace = namespace
         self._key = key
-        self._lock = threading.RLock()  # a finalizer may call back
-        self._flights: dict[int, _Flight] = {}
-        self._landings = 0
-        self._inside: set[Any] = set()  # the threads, tasks and awaited tasks that are in encode
+        self._flights = Flights(cache)
+        self._gate = Gate(max_concurrency)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._turns = Turns(max_concurrency)
-        self._closed = False
         # Not that of the loop, which may be full of synchronous calls that wait for a flight.
         self._executor = ThreadPoolExecutor(thread_name_prefix="CachedEncoder")
-        self._calls = self._hits = self._encoded = self._coalesced = 0
-        self._row_mismatches = self._failures = 0
 
     def __call__(
         self,
@@ -188,22 +148,23 @@ class CachedEncoder:
                 this call waited for, elsewhere: then in an error of this call's own, also where
                 the first caller's feature was at fault. Failures aren't remembered.
         """
-        self._require_open()
-        if self._is_coroutine_function:
+        self._gate.require_open()
+        if self._is_async:
             raise TypeError("encode is a coroutine function: await encode_async(...) instead")
         items = _features(features)
         lengths = _lengths(items, num_tokens)
-        call = _Call(self, items, self._keys(items, mm_hashes), lengths)
+        call = Call(self._flights, self._gate, items, self._keys(items, mm_hashes), lengths)
         try:
-            while call.look_up_and_claim():
-                call.encode_claimed()
-                call.raise_error()
-                for want, flight in call.awaited():
+            while (batch := call.next_batch()) is not None:
+                batch.encode(self._encode)
+                batch.raise_error()
+                for want, flight in call.awaited:
                     if not flight.landed.done():
-                        self._require_may_wait(loop_is_running=_loop_is_running())
-                    want.take(flight, flight.landed.result())
+                        self._gate.require_outside()
+                        _require_no_running_loop()
+                    call.take(want, flight, flight.landed.result())
         finally:
-            call.land_without(None)  # if it was interrupted between the claim and the encode
+            call.abandon()
         return call.embeddings()
 
     async def encode_async(
@@ -224,35 +185,36 @@ class CachedEncoder:
         uncancelled, leaves its keys claimed for ever.
 
         Args:
-            features: As above.
-            mm_hashes: As above.
-            num_tokens: As above.
+            features: As for a call.
+            mm_hashes: As for a call.
+            num_tokens: As for a call.
 
         Returns:
-            As above.
+            As a call.
 
         Raises:
             TypeError: An argument is of the wrong type.
-            ValueError: As above.
-            RuntimeError: The call would have to wait inside ``encode`` of this encoder.
-            Exception: As above.
+            ValueError: As for a call.
+            RuntimeError: The call would have to wait inside ``encode`` of this encoder. Or the
+                encoder is closed, or the interpreter is shutting down.
+            Exception: As for a call.
         """
-        self._require_open()
-        modes = None if self._is_coroutine_function else Modes()  # before anything is awaited
+        self._gate.require_open()
+        modes = None if self._is_async else Modes()  # before anything is awaited
         items = _features(features)
         lengths = _lengths(items, num_tokens)
         if mm_hashes is None and items:
             keys = await asyncio.to_thread(self._keys, items, None)
         else:
             keys = self._keys(items, mm_hashes)
-        call = _Call(self, items, keys, lengths)
-        while call.look_up_and_claim():
-            await self._encode_elsewhere(call, modes)
-            call.raise_error()
-            for want, flight in call.awaited():
+        call = Call(self._flights, self._gate, items, keys, lengths)
+        while (batch := call.next_batch()) is not None:
+            await self._encode_elsewhere(batch, modes)
+            batch.raise_error()
+            for want, flight in call.awaited:
                 if not flight.landed.done():
-                    self._require_may_wait(loop_is_running=False)
-                want.take(flight, await asyncio.wrap_future(flight.landed))
+                    self._gate.require_outside()
+                call.take(want, flight, await asyncio.wrap_future(flight.landed))
         return call.embeddings()
 
     def close(self, *, wait: bool = True) -> None:
@@ -266,8 +228,8 @@ class CachedEncoder:
             wait: Return when the last plain ``encode`` of ``encode_async`` has ended; not from
                 inside it. One that is a coroutine function is left to its loop.
         """
-        self._closed = True
-        self._executor.shutdown(wait=wait and not self._is_inside_encode())
+        self._gate.closed = True
+        self._executor.shutdown(wait=wait and not self._gate.is_inside())
 
     def __enter__(self) -> CachedEncoder:
         return self
@@ -284,22 +246,17 @@ class CachedEncoder:
 
     def stats(self) -> EncoderStats:
         """Returns a consistent snapshot of the counters."""
-        with self._lock:
-            return EncoderStats(
-                calls=self._calls,
-                hits=self._hits,
-                encoded=self._encoded,
-                coalesced=self._coalesced,
-                row_mismatches=self._row_mismatches,
-                failures=self._failures,
-            )
+        return self._flights.stats()
 
     def _keys(
         self, features: Sequence[Any], mm_hashes: Iterable[SupportsIndex | None] | None
     ) -> list[int | None]:
         if mm_hashes is not None:
             given = _one_for_each("mm_hashes", mm_hashes, features)
-            return [None if item is None else single_key(item) for item in given]
+            # Without a call for plain ints, the usual keys.
+            return [
+                item if type(item) is int or item is None else single_key(item) for item in given
+            ]
         if self._key is None:
             return [hash_feature(feature, namespace=self._namespace) for feature in features]
         keys: list[int | None] = []
@@ -312,342 +269,45 @@ class CachedEncoder:
             keys.append(None if made is None else single_key(made, name))
         return keys
 
-    async def _encode_elsewhere(self, call: _Call, modes: Modes | None) -> None:
-        """Encodes what a call claimed, in a way that outlives the call."""
-        if not call.claimed:
+    async def _encode_elsewhere(self, batch: Batch, modes: Modes | None) -> None:
+        """Encodes a batch in a way that outlives its call."""
+        if not batch.claimed:
             return
         try:
-            encoding = self._begin_elsewhere(call, modes)
+            encoding = self._begin_elsewhere(batch, modes)
         except RuntimeError:  # the interpreter or the executor is shutting down
-            call.land_without(None)
+            batch.land_without(None)
             raise
         try:
             await asyncio.shield(encoding)
         except BaseException:
-            call.leave()
+            batch.leave()
             raise
 
-    def _begin_elsewhere(self, call: _Call, modes: Modes | None) -> asyncio.Future[None]:
-        if not self._is_coroutine_function:
+    def _begin_elsewhere(self, batch: Batch, modes: Modes | None) -> asyncio.Future[None]:
+        if not self._is_async:
             run = contextvars.copy_context().run
             loop = asyncio.get_running_loop()
-            return loop.run_in_executor(self._executor, run, call.encode_claimed, modes)
-        task = asyncio.ensure_future(call.encode_claimed_async())
+            return loop.run_in_executor(self._executor, run, batch.encode, self._encode, modes)
+        task = asyncio.ensure_future(batch.encode_async(self._encode))
         self._tasks.add(task)  # the loop itself would let go of it
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: call.land_without(None))  # if it never began
+        task.add_done_callback(lambda _: batch.land_without(None))  # if it never began
         return task
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("this CachedEncoder is closed")
 
-    def _is_inside_encode(self) -> bool:
-        return threading.get_ident() in self._inside or _current_task() in self._inside
-
-    def _require_may_wait(self, *, loop_is_running: bool) -> None:
-        if self._is_inside_encode():
-            raise RuntimeError(
-                "a call from inside encode would have to wait for an image that is being encoded"
-            )
-        if loop_is_running:
-            raise RuntimeError(
-                "a synchronous call on the thread of a running event loop would have to wait for "
-                "an image that is being encoded: await encode_async(...) instead"
-            )
+# Arguments, and event loops
 
 
-Landed: TypeAlias = torch.Tensor | SharedError | None
-"""The embedding; or the error of an ``encode`` that had nothing else to do; or None: try again."""
-
-
-@dataclass(eq=False, slots=True)
-class _Flight:
-    """One key that is being encoded, from its claim to its landing."""
-
-    key: int
-    length: int | None
-    generation: Any
-    landed: Future[Landed] = field(default_factory=Future)
-
-    def __post_init__(self) -> None:
-        self.landed.set_running_or_notify_cancel()  # a waiter that is cancelled can't cancel it
-
-
-@dataclass(eq=False, slots=True)
-class _Want:
-    """What a call wants: one key, of one length, for one of its features or several."""
-
-    feature: Any
-    key: int | None
-    length: int | None
-    places: list[int]
-    embedding: torch.Tensor | None = None
-    coalesced: bool = False
-    mismatched: bool = False  # the cache has it with another length
-    flight: _Flight | None = None  # ours while it is claimed, another call's while it is awaited
-
-    def fits(self, embedding: torch.Tensor) -> bool:
-        return self.length is None or embedding.shape[0] == self.length
-
-    def take(self, flight: _Flight, landed: Landed) -> None:
-        """Takes what another call's flight brought, if it is of use here."""
-        self.flight = None
-        if isinstance(landed, SharedError):
-            if flight.length == self.length:  # else the error may be about the length
-                raise landed.new()
-        elif landed is not None and self.fits(landed):
-            self.embedding, self.coalesced = landed, True
-
-
-class _Call:
-    """One call of an encoder, on its way to an embedding for each feature."""
-
-    def __init__(
-        self,
-        encoder: CachedEncoder,
-        features: Sequence[Any],
-        keys: list[int | None],
-        lengths: Sequence[int | None],
-    ) -> None:
-        self._encoder = encoder
-        self._size = len(features)
-        self._wants: list[_Want] = []
-        self._counted = self._landing = self._left = False
-        self._error: Exception | None = None
-        self.claimed: list[_Want] = []
-        known: dict[tuple[int, int | None], _Want] = {}
-        for place, (feature, key, length) in enumerate(zip(features, keys, lengths, strict=True)):
-            want = None if key is None else known.get((key, length))
-            if want is not None:
-                want.places.append(place)
-                continue
-            want = _Want(feature, key, length, [place])
-            self._wants.append(want)
-            if key is not None:
-                known[key, length] = want
-
-    def embeddings(self) -> list[torch.Tensor]:
-        """Returns the embeddings in the order of the features."""
-        placed: list[Any] = [None] * self._size
-        coalesced = 0
-        for want in self._wants:
-            for place in want.places:
-                placed[place] = want.embedding
-            coalesced += len(want.places) if want.coalesced else 0
-        if coalesced:
-            with self._encoder._lock:
-                self._encoder._coalesced += coalesced
-        return placed
-
-    def awaited(self) -> list[tuple[_Want, _Flight]]:
-        """Returns what other calls are encoding for this one."""
-        return [
-            (want, want.flight)
-            for want in self._wants
-            if want.embedding is None and want.flight is not None
-        ]
-
-    def look_up_and_claim(self) -> bool:
-        """Looks up what is missing, and claims what nobody encodes; False if all is there."""
-        encoder = self._encoder
-        while True:
-            landings = encoder._landings
-            missing, hits = self._look_up()
-            with encoder._lock:
-                # Else what has landed meanwhile may be what is missing.
-                settled = not missing or landings == encoder._landings
-                if settled:
-                    self._claim(missing)
-                encoder._calls += not self._counted
-                encoder._hits += hits
-                self._counted = True
-            if settled:
-                return bool(missing)
-
-    def _look_up(self) -> tuple[list[_Want], int]:
-        """Returns what is missing, and the number of features that aren't since now."""
-        cache = self._encoder._cache
-        missing = []
-        hits = 0
-        for want in self._wants:
-            if want.embedding is not None:
-                continue
-            found = None if want.key is None else cache.get_single(want.key)
-            embedding = None if found is None else as_rows(found.embedding)
-            if embedding is not None and want.fits(embedding):
-                want.embedding = embedding
-                hits += len(want.places)
-            else:
-                want.mismatched = found is not None
-                missing.append(want)
-        return missing, hits
-
-    def _claim(self, missing: list[_Want]) -> None:
-        encoder = self._encoder
-        generation = getattr(encoder._cache, "generation", None)
-        ours = set()
-        for want in missing:
-            flight = None if want.key is None else encoder._flights.get(want.key)
-            if flight is not None and flight.generation == generation and want.key not in ours:
-                want.flight = flight
-                continue
-            want.flight = None  # without a key, or the same key as one of ours of another length
-            if want.key is not None and want.key not in ours:
-                want.flight = _Flight(want.key, want.length, generation)
-                ours.add(want.key)
-            self.claimed.append(want)
-            if want.flight is not None:
-                encoder._flights[want.flight.key] = want.flight
-
-    # Encoding what was claimed
-
-    # An error isn't returned, and isn't kept by a frame of these: its traceback holds them, and
-    # those that called them, such as that of a worker thread, which keeps what it was returned.
-    # Such a circle would keep all that encode has allocated until the garbage collector runs.
-
-    @outside_graphs
-    def encode_claimed(self, modes: Modes | None = None) -> None:
-        """Encodes, and lands; leaves an error to ``raise_error``.
-
-        Args:
-            modes: In which ``encode`` runs, if not in those of this thread.
-        """
-        if not self.claimed:
-            return
-        encoder = self._encoder
-        try:
-            with encoder._turns.taken(free=encoder._is_inside_encode()) as turn:
-                turn.result()
-                with self._inside_encode(threading.get_ident()):
-                    with modes.entered() if modes else contextlib.nullcontext(), torch.no_grad():
-                        output = encoder._encode(self._claimed_features())
-                    self._store_and_land(self._copy_out(output))
-        except Exception as error:  # noqa: BLE001  # raised to the caller, by whoever drives this
-            self._fail(error)
-        except BaseException:
-            self.land_without(None)
-            raise
-
-    async def encode_claimed_async(self) -> None:
-        """The same for an ``encode`` that is a coroutine function."""
-        encoder = self._encoder
-        try:
-            with encoder._turns.taken(free=encoder._is_inside_encode()) as turn:
-                if not turn.done():
-                    await asyncio.wrap_future(turn)
-                with self._inside_encode(_current_task()):
-                    awaitable: Any = encoder._encode(self._claimed_features())
-                    output = await _without_grad(awaitable, encoder._inside)
-                    self._store_and_land(self._copy_out(output))
-        except Exception as error:  # noqa: BLE001  # as above
-            self._fail(error)
-        except BaseException:
-            self.land_without(None)
-            raise
-
-    @contextlib.contextmanager
-    def _inside_encode(self, owner: Any) -> Iterator[None]:
-        """Marks the thread or task that encodes, and makes room for what it encodes."""
-        encoder = self._encoder
-        encoder._require_open()
-        outermost = owner not in encoder._inside
-        encoder._inside.add(owner)
-        try:
-            self._drop_mismatched()
-            yield
-        finally:
-            if outermost:
-                encoder._inside.discard(owner)
-
-    def _fail(self, error: Exception) -> None:
-        """Lands, and keeps the error for the caller, if there still is one."""
-        self.land_without(error)
-        self._error = error
-        if self._left:
-            self._error = None
-
-    def leave(self) -> None:
-        """Says that nobody will ask for the error, which may come at any time."""
-        self._left = True
-        self._error = None
-
-    def raise_error(self) -> None:
-        """Raises the error of the encode, if there was one."""
-        error, self._error = self._error, None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error
-
-    def _claimed_features(self) -> list[Any]:
-        return [want.feature for want in self.claimed]
-
-    def _drop_mismatched(self) -> None:
-        """Drops entries of the wrong length: now, since nobody else can have replaced them."""
-        for want in self.claimed:
-            if want.key is not None and want.mismatched:
-                dropped = self._encoder._cache.free(want.key, None)
-                with self._encoder._lock:
-                    self._encoder._row_mismatches += dropped
-
-    def _copy_out(self, output: Any) -> list[torch.Tensor]:
-        """Copies each embedding, so that none keeps a batch, a graph or a reused buffer."""
-        lengths = [want.length for want in self.claimed]
-        with torch.inference_mode(False), torch.no_grad():  # others may not be in that mode
-            return [copy_out(rows) for rows in split_output(output, lengths)]
-
-    def _store_and_land(self, embeddings: list[torch.Tensor]) -> None:
-        for want, embedding in zip(self.claimed, embeddings, strict=True):
-            if want.flight is not None:
-                result = EmbeddingResult(embedding=embedding)
-                generation = want.flight.generation
-                options = {} if generation is None else {"generation": generation}
-                self._encoder._cache.set(want.flight.key, result, None, **options)
-        for want, embedding in zip(self.claimed, embeddings, strict=True):
-            want.embedding, want.feature = embedding, None
-        self._land(embeddings)
-
-    def land_without(self, error: Exception | None) -> None:
-        """Ends the flights that haven't ended, without embeddings.
-
-        Those who wait get the error, if the encode had nothing else to do; else they try again
-        themselves, and so they do where it was interrupted or its error can't be copied.
-        """
-        shared = None
-        if error is not None and len(self.claimed) == 1:
-            with contextlib.suppress(Exception):
-                shared = SharedError(error)
-        self._land([shared] * len(self.claimed))
-
-    def _land(self, outcomes: Sequence[Landed]) -> None:
-        """Ends the flights, or goes on with that where it was interrupted."""
-        encoder, claimed = self._encoder, self.claimed
-        if not claimed:
-            return
-        encoded = [want for want in claimed if want.embedding is not None]
-        flights = [want.flight for want in claimed]
-        with encoder._lock:
-            if not self._landing:
-                self._landing = True
-                encoder._landings += 1
-                encoder._failures += not encoded
-                encoder._encoded += len(encoded)
-                encoder._coalesced += sum(len(want.places) - 1 for want in encoded)
-            for flight in flights:
-                # Not one of a later generation.
-                if flight is not None and encoder._flights.get(flight.key) is flight:
-                    del encoder._flights[flight.key]
-        for flight, outcome in zip(flights, outcomes, strict=True):
-            if flight is not None and not flight.landed.done():
-                flight.landed.set_result(outcome)
-        for want in claimed:
-            want.flight = None
-        self.claimed, self._landing = [], False
-
-
-# Arguments, and coroutines
+def _require_cache(cache: Any, encode: Any) -> None:
+    if isinstance(cache, type):
+        raise TypeError(
+            f"cache must be a MultimodalCache, got the class {cache.__name__}: give an instance"
+        )
+    if not callable(getattr(cache, "get_single", None)):
+        swapped = callable(getattr(encode, "get_single", None))
+        advice = ": the order is CachedEncoder(cache, encode)" if swapped else ""
+        raise TypeError(f"cache must be a MultimodalCache, got {type(cache).__name__}{advice}")
 
 
 def _one_for_each(name: str, items: Iterable[T], features: Sequence[Any]) -> tuple[T, ...]:
@@ -663,14 +323,14 @@ def _features(features: Iterable[Any]) -> tuple[Any, ...]:
     """Returns the features; refuses a batch in one, whose rows may be anything."""
     if isinstance(features, (list, tuple)):
         return tuple(features)
-    advice = ""
+    advice = "[image] for one image, a list for several"
     if isinstance(features, (torch.Tensor, np.ndarray)):
         advice = "[image] for one image, list(batch) for a batch of them"
     elif isinstance(features, Mapping):
         advice = "list(inputs['pixel_values']) for what a processor returns"
-    if advice:
-        raise TypeError(f"features must be a list, got {type(features).__name__}: give {advice}")
-    return ordered_items("features", features)
+    else:
+        return ordered_items("features", features, advice=f": give {advice}")
+    raise TypeError(f"features must be a list, got {type(features).__name__}: give {advice}")
 
 
 def _lengths(
@@ -695,55 +355,13 @@ def _is_coroutine_function(function: Any) -> bool:
     )
 
 
-def _loop_is_running() -> bool:
+def _require_no_running_loop() -> None:
+    """Refuses to wait on a thread whose event loop would stand still meanwhile."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return False
-    return True
-
-
-def _current_task() -> asyncio.Task[Any] | None:
-    try:
-        return asyncio.current_task()
-    except RuntimeError:  # no loop is running
-        return None
-
-
-@types.coroutine
-def _without_grad(awaitable: Awaitable[Any], awaited: set[Any]) -> Generator[Any, Any, Any]:
-    """Awaits without gradients, and with them for other tasks while it is suspended.
-
-    While it waits for a task, that is in ``awaited``.
-
-    It is ``yield from``, step by step. (``torch.no_grad`` decorates generators too, but throws
-    into them in a way that Python 3.12 has deprecated.)
-    """
-    steps: Any = awaitable.__await__()
-    answer: Any = None
-    error: BaseException | None = None
-    while True:
-        try:
-            with torch.no_grad():
-                if error is not None:
-                    request = steps.throw(error)
-                elif answer is None:
-                    request = next(steps)
-                else:
-                    request = steps.send(answer)
-        except StopIteration as stop:
-            return stop.value
-        finally:
-            error = None  # its traceback holds this frame
-        waits_for_task = isinstance(request, asyncio.Task)  # it may be None, or anything
-        if waits_for_task:
-            awaited.add(request)
-        try:
-            answer = yield request
-        except BaseException as thrown:
-            if not hasattr(steps, "throw"):
-                raise
-            error = thrown
-        finally:
-            if waits_for_task:
-                awaited.discard(request)
+        return
+    raise RuntimeError(
+        "a synchronous call on the thread of a running event loop would have to wait for "
+        "an image that is being encoded: await encode_async(...) instead"
+    )

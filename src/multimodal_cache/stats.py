@@ -64,7 +64,8 @@ class EncoderStats:
         row_mismatches: Entries that were dropped from the cache because their number of rows
             was not that of ``num_tokens``.
         failures: Calls of ``encode`` that raised, were interrupted, or returned what can't be
-            split into embeddings or cached.
+            split into embeddings or cached. A call of the encoder that fails before ``encode``
+            is called is not among them.
     """
 
     calls: int

@@ -1,0 +1,243 @@
+"""One call of a ``CachedEncoder``, and what it encodes.
+
+The life of a key that isn't cached:
+
+1. A call looks up all its keys in the cache.
+2. Under the lock of the flights it *claims* the missing keys that nobody has claimed: each gets
+   a flight, in a table by key. What it claims in one round is a batch. A key with a flight is
+   somebody else's, and will be waited for.
+3. It encodes the batch, in one call of ``encode``, without the lock.
+4. The flights *land*: the embeddings go into the cache, the flights leave the table, and then
+   those who wait get them. If ``encode`` failed they get its error, where it had nothing but
+   their key to encode: an error of their own, of the same type, whose ``__cause__`` leads to
+   what ``encode`` raised. Else, or where it was interrupted or its error can't be copied, they
+   get nothing.
+5. Only now the call waits for the flights of others; so calls that overlap never wait for each
+   other in a circle. What it got nothing for goes back to 1.
+
+A flight belongs to the ``generation`` of the cache in which it was claimed: a call that comes
+after ``clear()`` doesn't wait for one from before, and what that returns late isn't cached.
+
+A call lives for all its rounds and no longer than its caller. A batch may outlive a caller that
+is cancelled, and lands on its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from multimodal_cache._errors import Failure
+from multimodal_cache._flights import Claim, Flight, Flights, Landed, Want
+from multimodal_cache._gate import Gate, current_task
+from multimodal_cache._modes import Modes, outside_graphs
+from multimodal_cache._outputs import split_output
+from multimodal_cache._ownership import copy_out
+
+
+class Call:
+    """One call, on its way to an embedding for each feature.
+
+    Args:
+        flights: To the cache.
+        gate: Of ``encode``.
+        features: What to encode.
+        keys: The key of each, or None.
+        lengths: The number of rows that each must have, or None.
+
+    Attributes:
+        awaited: What others are encoding for it in this round.
+    """
+
+    def __init__(
+        self,
+        flights: Flights,
+        gate: Gate,
+        features: Iterable[Any],
+        keys: Iterable[int | None],
+        lengths: Iterable[int | None],
+    ) -> None:
+        self._flights = flights
+        self._gate = gate
+        self._batch: Batch | None = None
+        self.awaited: list[tuple[Want, Flight]] = []
+        self._counted = False
+        self._coalesced = 0
+        self._wants: list[Want] = []
+        self._by_feature: list[Want] = []
+        known: dict[tuple[int, int | None], Want] = {}
+        for feature, key, length in zip(features, keys, lengths, strict=True):
+            want = None if key is None else known.get((key, length))
+            if want is not None:
+                want.uses += 1
+            else:
+                want = Want(feature, key, length)
+                self._wants.append(want)
+                if key is not None:
+                    known[key, length] = want
+            self._by_feature.append(want)
+
+    def next_batch(self) -> Batch | None:
+        """Looks up what is missing, and claims what nobody encodes; None if all is there."""
+        flights = self._flights
+        self.awaited = []
+        while True:
+            landings = flights.landings
+            missing = flights.look_up(self._wants, calls=not self._counted)
+            self._counted = True
+            if not missing:
+                return None
+            # It is kept before it claims anything: so `abandon` finds all that is claimed.
+            self._batch = batch = Batch(flights, self._gate)
+            if flights.claim(missing, landings, claimed=batch.claimed, awaited=self.awaited):
+                return batch
+
+    def take(self, want: Want, flight: Flight, landed: Landed) -> None:
+        """Takes what the flight of another call brought, if it is of use here."""
+        if isinstance(landed, Failure):
+            if flight.length == want.length:  # else the error may be about the length
+                raise landed.new_error()
+        elif landed is not None and want.fits(landed):
+            want.embedding = landed
+            self._coalesced += want.uses
+
+    def embeddings(self) -> list[Any]:
+        """Returns the embedding of each feature, when all are there."""
+        if self._coalesced:
+            self._flights.count(coalesced=self._coalesced)
+        return [want.embedding for want in self._by_feature]
+
+    def abandon(self) -> None:
+        """Lands what it has claimed, where it was interrupted between claim and encode."""
+        if self._batch is not None:
+            self._batch.land_without(None)
+
+
+class Batch:
+    """What one round of a call has claimed, until it has landed.
+
+    Args:
+        flights: To the cache.
+        gate: Of ``encode``.
+
+    Attributes:
+        claimed: What hasn't landed.
+    """
+
+    def __init__(self, flights: Flights, gate: Gate) -> None:
+        self._flights = flights
+        self._gate = gate
+        self.claimed: list[Claim] = []
+        self._entered = self._counted = self._left = False
+        self._error: Exception | None = None
+
+    # An error isn't returned, and isn't kept by a frame of these: its traceback holds them, and
+    # those that called them, such as that of a worker thread, which keeps what it was returned.
+    # Such a circle would keep all that encode has allocated until the garbage collector runs.
+
+    @outside_graphs
+    def encode(self, encode: Callable[[list[Any]], Any], modes: Modes | None = None) -> None:
+        """Encodes, and lands; leaves an error to ``raise_error``.
+
+        Args:
+            encode: A plain function.
+            modes: In which it runs, if not in those of this thread.
+        """
+        if not self.claimed:
+            return
+        with self._landed_whatever_happens(), self._gate.turn() as turn:
+            turn.result()
+            with self._gate.inside(threading.get_ident()):
+                self._flights.drop_mismatched(self.claimed)
+                with modes.entered() if modes else contextlib.nullcontext(), torch.no_grad():
+                    output = self._enter(encode)
+                self._store_and_land(output)
+
+    async def encode_async(self, encode: Callable[[list[Any]], Any]) -> None:
+        """The same for an ``encode`` that is a coroutine function."""
+        with self._landed_whatever_happens(), self._gate.turn() as turn:
+            if not turn.done():
+                await asyncio.wrap_future(turn)
+            with self._gate.inside(current_task()):
+                self._flights.drop_mismatched(self.claimed)
+                output = await self._gate.without_grad(self._enter(encode))
+                self._store_and_land(output)
+
+    @contextlib.contextmanager
+    def _landed_whatever_happens(self) -> Iterator[None]:
+        """Keeps an error for the caller, if there still is one; but not an interrupt."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  # the caller raises it
+            self.land_without(error)
+            self._error = error
+            if self._left:
+                self._error = None
+        except BaseException:
+            self.land_without(None)
+            raise
+
+    def _enter(self, encode: Callable[[list[Any]], Any]) -> Any:
+        self._entered = True
+        return encode([want.feature for want, _ in self.claimed])
+
+    def leave(self) -> None:
+        """Says that nobody will ask for the error, which may come at any time."""
+        self._left = True
+        self._error = None
+
+    def raise_error(self) -> None:
+        """Raises the error of the encode, if there was one."""
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
+
+    def _store_and_land(self, output: Any) -> None:
+        claimed = self.claimed
+        embeddings = self._copy_out(output)
+        self._flights.store(claimed, embeddings)
+        for (want, _), embedding in zip(claimed, embeddings, strict=True):
+            want.embedding, want.feature = embedding, None
+        self._land(embeddings)
+
+    def _copy_out(self, output: Any) -> list[torch.Tensor]:
+        """Copies each embedding, so that none keeps a batch, a graph or a reused buffer."""
+        lengths = [want.length for want, _ in self.claimed]
+        with torch.inference_mode(False), torch.no_grad():  # others may not be in that mode
+            return [copy_out(rows) for rows in split_output(output, lengths)]
+
+    def land_without(self, error: Exception | None) -> None:
+        """Ends the flights that haven't ended, without embeddings.
+
+        Those who wait get the error, if the encode had nothing else to do; else they try again
+        themselves, and so they do where it was interrupted or its error can't be copied.
+        """
+        failure = None
+        if error is not None and len(self.claimed) == 1:
+            with contextlib.suppress(Exception):
+                failure = Failure(error)
+        self._land([failure] * len(self.claimed))
+
+    def _land(self, outcomes: Sequence[Landed]) -> None:
+        """Ends the flights, or goes on with that where it was interrupted."""
+        claimed = self.claimed
+        if not claimed:
+            return
+        if not self._counted:
+            self._counted = True
+            encoded = [want for want, _ in claimed if want.embedding is not None]
+            self._flights.count(
+                encoded=len(encoded),
+                coalesced=sum(want.uses - 1 for want in encoded),
+                failures=self._entered and not encoded,
+            )
+        self._flights.land(claimed, outcomes)
+        self.claimed = []

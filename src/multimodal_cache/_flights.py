@@ -1,0 +1,194 @@
+"""What is cached, and what is on its way there: the table of flights, and the counters.
+
+It knows keys and the cache, but runs no ``encode``. The lock is held for the table and the
+counters alone, and around no call of the cache.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from multimodal_cache._errors import Failure
+from multimodal_cache._outputs import as_rows
+from multimodal_cache.base import EmbeddingResult, MultimodalCache
+from multimodal_cache.stats import EncoderStats
+
+Landed: TypeAlias = torch.Tensor | Failure | None
+"""The embedding; or how an ``encode`` failed that had nothing else to do; or None: try again."""
+
+
+@dataclass(eq=False, slots=True)
+class Want:
+    """What a call wants: one key, of one length, for one of its features or several."""
+
+    feature: Any  # None once it is encoded
+    key: int | None
+    length: int | None
+    uses: int = 1  # the number of features
+    embedding: torch.Tensor | None = None
+    mismatched: bool = False  # the cache has it with another length
+
+    def fits(self, embedding: torch.Tensor) -> bool:
+        """Returns whether an embedding has the length that is wanted."""
+        return self.length is None or embedding.shape[0] == self.length
+
+
+@dataclass(eq=False, slots=True)
+class Flight:
+    """One key that is being encoded, from its claim to its landing."""
+
+    key: int
+    length: int | None
+    generation: Any
+    landed: Future[Landed] = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        self.landed.set_running_or_notify_cancel()  # a waiter that is cancelled can't cancel it
+
+
+Claim: TypeAlias = tuple[Want, Flight | None]
+"""A want to encode, and its flight; None where it has no key, or is of one key with another."""
+
+
+class Flights:
+    """The flights to one cache.
+
+    Args:
+        cache: As for ``CachedEncoder``.
+
+    Attributes:
+        by_key: Those that haven't landed.
+        landings: The number of landings so far: who has looked into the cache and then finds it
+            changed must look again.
+    """
+
+    def __init__(self, cache: MultimodalCache) -> None:
+        self._cache = cache
+        self._lock = threading.RLock()  # a finalizer may call back
+        self.by_key: dict[int, Flight] = {}
+        self.landings = 0
+        self._calls = self._hits = self._encoded = self._coalesced = 0
+        self._row_mismatches = self._failures = 0
+
+    def look_up(self, wants: Iterable[Want], *, calls: int) -> list[Want]:
+        """Looks up what has no embedding yet; returns what is missing.
+
+        Args:
+            wants: Of one call.
+            calls: How many calls to count: 1 for the first time, 0 for another round.
+        """
+        get_single = self._cache.get_single
+        missing = []
+        hits = 0
+        for want in wants:
+            if want.embedding is not None:
+                continue
+            found = None if want.key is None else get_single(want.key)
+            embedding = None if found is None else as_rows(found.embedding)
+            if embedding is not None and want.fits(embedding):
+                want.embedding = embedding
+                hits += want.uses
+            else:
+                want.mismatched = found is not None
+                missing.append(want)
+        with self._lock:
+            self._calls += calls
+            self._hits += hits
+        return missing
+
+    def claim(
+        self,
+        missing: Iterable[Want],
+        landings: int,
+        *,
+        claimed: list[Claim],
+        awaited: list[tuple[Want, Flight]],
+    ) -> bool:
+        """Claims what nobody has claimed.
+
+        Args:
+            missing: What wasn't in the cache.
+            landings: Their number before it was looked up.
+            claimed: Gets what is claimed, each before its flight is in the table: so who is
+                interrupted can land it.
+            awaited: Gets the rest, with the flights of others.
+
+        Returns:
+            False if it did nothing, since what has landed meanwhile may be what is missing.
+        """
+        ours = set()
+        with self._lock:
+            if landings != self.landings:
+                return False
+            generation = getattr(self._cache, "generation", None)
+            for want in missing:
+                key = want.key
+                if key is None or key in ours:
+                    claimed.append((want, None))
+                    continue
+                flight = self.by_key.get(key)
+                if flight is not None and flight.generation == generation:
+                    awaited.append((want, flight))
+                    continue
+                flight = Flight(key, want.length, generation)
+                claimed.append((want, flight))
+                ours.add(key)
+                self.by_key[key] = flight
+        return True
+
+    def drop_mismatched(self, claimed: Iterable[Claim]) -> None:
+        """Drops entries of the wrong length: nobody can have replaced those with a claim."""
+        for want, _ in claimed:
+            if want.key is not None and want.mismatched:
+                dropped = self._cache.free(want.key, None)
+                with self._lock:
+                    self._row_mismatches += dropped
+
+    def store(self, claimed: Iterable[Claim], embeddings: Sequence[torch.Tensor]) -> None:
+        """Puts embeddings into the cache, if it is of the generation of their claim."""
+        for (_, flight), embedding in zip(claimed, embeddings, strict=True):
+            if flight is not None:
+                result = EmbeddingResult(embedding=embedding)
+                generation = flight.generation
+                options = {} if generation is None else {"generation": generation}
+                self._cache.set(flight.key, result, None, **options)
+
+    def land(self, claimed: Sequence[Claim], outcomes: Sequence[Landed]) -> None:
+        """Ends flights, and gives those who wait their outcome.
+
+        If it is interrupted, another call with the same flights goes on with it.
+        """
+        with self._lock:
+            self.landings += 1
+            for _, flight in claimed:
+                # Not one of a later generation.
+                if flight is not None and self.by_key.get(flight.key) is flight:
+                    del self.by_key[flight.key]
+        for (_, flight), outcome in zip(claimed, outcomes, strict=True):
+            if flight is not None and not flight.landed.done():
+                flight.landed.set_result(outcome)
+
+    def count(self, *, encoded: int = 0, coalesced: int = 0, failures: int = 0) -> None:
+        """Adds to the counters, of features and of encodes."""
+        with self._lock:
+            self._encoded += encoded
+            self._coalesced += coalesced
+            self._failures += failures
+
+    def stats(self) -> EncoderStats:
+        """Returns a consistent snapshot of the counters."""
+        with self._lock:
+            return EncoderStats(
+                calls=self._calls,
+                hits=self._hits,
+                encoded=self._encoded,
+                coalesced=self._coalesced,
+                row_mismatches=self._row_mismatches,
+                failures=self._failures,
+            )
