@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import io
 import itertools
@@ -22,7 +23,8 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-from PIL import Image, ImageSequence
+from PIL import Image, ImageOps, ImageSequence
+from PIL import __version__ as pillow_version
 
 from multimodal_cache import _arrays, hash_feature
 
@@ -334,6 +336,79 @@ def orientation(image: Image.Image) -> int:
             continue
         return told if told in range(2, 9) else 1
     return 1
+
+
+MARKED = Image.frombytes("L", (3, 2), bytes(range(6)))
+TURNS = {
+    1: None,
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+HEADERS = [b"MM\0*", b"MM*\0", b"II*\0", b"II\0*"] * 5 + [b"MM\0+", b"II+\0", b"MM**"]
+XMPS = [f"<tiff:Orientation{rest}" for rest in ('="0"', ">1<", '="7"', ">9<", "=7")]
+
+
+def metadata(rng: random.Random) -> dict[str, Any]:
+    """Makes the ``info`` of an image."""
+    exif, xmp = exif_blob(rng), rng.choice(XMPS)
+    profile = f"\nexif\n  99\n{exif.hex()}"
+    info: dict[str, Any] = {}
+    info |= rng.choice([{"exif": exif}] * 6 + [{"Raw profile type exif": profile}, {}])
+    info |= rng.choice([{"xmp": xmp.encode()}, {"XML:com.adobe.xmp": xmp}, {}, {}])
+    return info
+
+
+def exif_blob(rng: random.Random) -> bytes:
+    """Makes a directory with some data after it, which may be damaged in any way."""
+    header = rng.choice(HEADERS)
+    order = ">" if header.startswith(b"M") else "<"
+
+    def value() -> bytes:
+        if rng.random() < 0.7:
+            return struct.pack(f"{order}2H", rng.randrange(10), rng.randrange(10))
+        return struct.pack(f"{order}L", rng.choice([rng.randrange(100), 2**31, 2**32 - 1]))
+
+    def entry() -> bytes:
+        tag = rng.choice([0x0112, 0x0112, 0x010F, 0x0110])
+        kind = rng.choice([3, 4, 8, 9, rng.randrange(20)])
+        count = rng.choice([1, 1, 1, 1, rng.randrange(9), rng.randrange(99), 2**31, 2**32 - 1])
+        offset = struct.pack(f"{order}L", rng.randrange(100))
+        return struct.pack(f"{order}2HL", tag, kind, count) + rng.choice([value(), offset])
+
+    entries = [entry() for _ in range(rng.randrange(1, 6))]
+    start = rng.choice([8] * 20 + [0, 10, 2**32 - 1])
+    count = rng.choice([len(entries)] * 5 + [rng.randrange(6), 2**16 - 1])
+    data = header + struct.pack(f"{order}LH", start, count) + b"".join(entries)
+    data += b"".join(value() for _ in range(rng.randrange(20)))
+    if rng.random() < 0.2:
+        data = data[: rng.randrange(len(data))]
+    return b"Exif\0\0" * rng.choice([0, 1, 1, 1, 1, 2, 3]) + data
+
+
+@pytest.mark.skipif(int(pillow_version.split(".")[0]) < 13, reason="it reads some EXIF otherwise")
+@pytest.mark.filterwarnings("ignore")
+@given(st.integers(0, 2**32))
+def test_the_key_says_how_pillow_turns_the_image(seed: int) -> None:
+    image = MARKED.copy()
+    image.info.update(metadata(random.Random(seed)))
+    key, turned = hash_feature(image), image.copy()
+    with contextlib.suppress(Exception):  # of any type, for damaged EXIF; some come after the turn
+        ImageOps.exif_transpose(turned, in_place=True)
+    with contextlib.suppress(Exception):
+        image.getexif()
+    expected = MARKED.copy()
+    (expected.getexif()[0x0112],) = (
+        orientation
+        for orientation, turn in TURNS.items()
+        if np.array_equal(turned, MARKED if turn is None else MARKED.transpose(turn))
+    )
+    assert hash_feature(expected) == key
+    assert hash_feature(image) == key
 
 
 def test_the_undamaged_files_are_images() -> None:

@@ -20,7 +20,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from PIL import Image, PngImagePlugin
+from PIL import Image, ImageOps, PngImagePlugin
 from support import assert_distinct, assert_same, run_python
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -317,7 +317,12 @@ def exif_of(*entries: tuple[int, int, int, bytes], order: str = "<", rest: bytes
 
 
 OTHER = (0x010F, 3, 1, b"\1\0")
+ONE = (0x0112, 3, 1, b"\1\0")
 SIX = (0x0112, 3, 1, b"\6\0")
+EIGHT = (0x0112, 3, 1, b"\x08\0")
+CUT = (0x010F, 2, 5, b"\xff")  # the data of another entry is beyond the end
+CUT_TURN = (0x0112, 4, 3, b"\xff")
+HUGE = (0x010E, 2, 2**31, b"\x08")  # larger than all the data
 TURNED_EXIF = {
     "short": exif_of(OTHER, SIX),
     "big-endian": exif_of((0x0112, 3, 1, b"\0\6"), order=">"),
@@ -330,12 +335,16 @@ TURNED_EXIF = {
     "unknown type, then another": exif_of((0x0112, 99, 1, b"\6"), SIX),
     "more entries than there are": exif_of(SIX)[:14] + b"\x09\0" + exif_of(SIX)[16:],
     "twice the head": b"Exif\0\0" + exif_of(SIX),
+    "before another that is cut": exif_of(SIX, CUT),
 }
 UNTURNED_EXIF = {
     "bytes": exif_of((0x0112, 1, 1, b"\6")),
     "text": exif_of((0x0112, 2, 2, b"6\0")),
     "rational by 0": exif_of((0x0112, 5, 1, b"\x1a\0\0\0"), rest=b"\0\0\0\0\6\0\0\0\0\0\0\0"),
     "beyond the end": exif_of((0x0112, 3, 9, b"\xff\xff")),
+    "beyond the end, then another": exif_of(CUT_TURN, SIX),
+    "after another that is cut": exif_of(CUT, SIX),
+    "the entry itself is cut": exif_of(OTHER, SIX)[:-1],
     "directory beyond the end": b"II*\0\xff\xff\0\0",
     "no directory": b"MM\0*\0\0\0\x08",
     "none": exif_of(OTHER),
@@ -357,14 +366,56 @@ def test_the_orientation_is_the_one_that_pillow_finds_and_no_warning_matters(nam
     assert hash_feature(image) == key
 
 
+@pytest.mark.parametrize("image_format", ["PNG", "WEBP"])
+def test_damaged_exif_in_a_file_does_not_hide_how_pillow_turns_it(image_format: str) -> None:
+    files = []
+    for exif in (exif_of(CUT, SIX), exif_of(SIX)):
+        file = io.BytesIO()
+        Image.frombytes("L", (3, 2), bytes(range(6))).save(file, image_format, exif=exif)
+        files.append(Image.open(file))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert [ImageOps.exif_transpose(file.copy()).size for file in files] == [(3, 2), (2, 3)]
+    assert_distinct(*files)
+
+
+@pytest.mark.parametrize(
+    ("exif", "orientation"),
+    [
+        (exif_of(SIX, EIGHT), 6),
+        (exif_of(SIX, (0x0112, 3, 9, b"\xff"), EIGHT), 6),
+        (exif_of(OTHER, CUT, EIGHT), 8),
+        (exif_of(HUGE, EIGHT), 8),
+        (exif_of(HUGE, CUT, EIGHT), 8),
+        (exif_of(HUGE, (0x0112, 3, 3, b"\x08"), EIGHT), 8),
+        (exif_of((0x0112, 3, 2**31, b"\6"), EIGHT), 8),
+    ],
+)
+def test_damaged_exif_counts_as_in_the_format_under_any_pillow(
+    exif: bytes, orientation: int
+) -> None:
+    image = Image.new("L", (3, 2))
+    image.info["exif"] = exif
+    assert_same(image, oriented(orientation))
+
+
+@pytest.mark.parametrize("view", [bytearray, memoryview])
+def test_metadata_may_be_in_any_bytes(view: Any) -> None:
+    for info in ({"exif": exif_of(SIX)}, {"xmp": XMP.encode()}):
+        image = Image.new("L", (3, 2))
+        image.info.update({name: view(data) for name, data in info.items()})
+        assert_same(image, oriented())
+
+
 def test_a_raw_profile_is_exif_too() -> None:
     image = Image.new("L", (3, 2))
     image.info["Raw profile type exif"] = "\nexif\n  99\n" + exif_of(SIX).hex()
     assert_same(image, oriented())
     image.info["Raw profile type exif"] = "\nexif\n  99\nnonsense"
     assert_same(image, oriented(1))
-    image.info["Raw profile type exif"] = 5
-    assert_same(image, oriented(1))
+    for nonsense in (5, None):
+        image.info.update({"Raw profile type exif": nonsense, "xmp": XMP.encode()})
+        assert_same(image, oriented(1))
 
 
 XMP = '<rdf tiff:Orientation="6"/>'
@@ -381,7 +432,12 @@ XMP = '<rdf tiff:Orientation="6"/>'
         ({"xmp": b"<rdf/>"}, False),
         ({"XML:com.adobe.xmp": "<rdf/>", "xmp": XMP.encode()}, False),
         ({"xmp": XMP.encode(), "exif": exif_of(OTHER)}, True),
-        ({"xmp": XMP.encode(), "exif": exif_of((0x0112, 3, 1, b"\1\0"))}, False),
+        ({"xmp": XMP.encode(), "exif": exif_of(ONE)}, False),
+        ({"xmp": XMP.encode(), "exif": exif_of(CUT_TURN, EIGHT)}, True),
+        ({"xmp": XMP.encode(), "exif": exif_of(CUT, EIGHT)}, True),
+        ({"xmp": XMP.encode(), "exif": exif_of(ONE, CUT)}, False),
+        ({"xmp": XMP.encode(), "exif": exif_of((0x0112, 2, 2, b"8"), EIGHT)}, False),
+        ({"xmp": XMP.encode(), "exif": b""}, True),
         ({"xmp": XMP.encode(), "exif": b"malformed"}, False),
         ({"xmp": XMP.encode(), "exif": "malformed"}, False),
     ],

@@ -1,7 +1,10 @@
 """The orientation of a Pillow image: what Pillow would find, without what Pillow does on the way.
 
-Pillow reads all entries of the EXIF data, warns of each that is damaged, and remembers them on the
-image. Here only the entry of the orientation is read.
+Pillow reads all entries of the EXIF data, warns of those that are damaged, which can be silenced
+only for all threads, and remembers them on the image. Here the entries before the orientation are
+passed over, by the rules of Pillow 13, for what is damaged there decides what counts. Older ones
+differ in two of them: the last entry of a tag counts, not the first; and one that is larger than
+all the data ends the directory, and isn't passed over.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ _SIZES = {1: 1, 2: 1, 7: 1, **{kind: struct.calcsize(f"<{how}") for kind, how in
 """The bytes of a value of each TIFF type that Pillow knows."""
 
 _MARK = b"Exif\0\0"
-_BYTE_ORDERS = {b"MM\0*": ">", b"MM*\0": ">", b"II*\0": "<", b"II\0*": "<"}
+_BYTE_ORDERS = {b"MM\0*": ">", b"MM*\0": ">", b"MM\0+": ">", b"II*\0": "<", b"II\0*": "<"}
+"""By the first bytes. One of them is for BigTIFF, but Pillow reads on as if it weren't."""
 
 
 class _MalformedError(Exception):
@@ -84,22 +88,23 @@ def _from_pillows_exif_without_warnings(exif: Image.Exif) -> Any:
 
 def _exif_data(info: dict[Any, Any]) -> bytes:
     data = info.get("exif")
-    profile = info.get("Raw profile type exif")
-    if data is None and profile is not None:
+    if data is None and "Raw profile type exif" in info:
         try:
-            data = bytes.fromhex("".join(profile.split("\n")[3:]))
+            data = bytes.fromhex("".join(info["Raw profile type exif"].split("\n")[3:]))
         except (AttributeError, TypeError, ValueError):
             raise _MalformedError from None
     if data is None:
         return b""
-    if not isinstance(data, (bytes, bytearray)):
-        raise _MalformedError
+    try:
+        data = bytes(memoryview(data))
+    except TypeError:
+        raise _MalformedError from None
     # As Pillow does: some files have it twice.
-    return bytes(data).removeprefix(_MARK).removeprefix(_MARK)
+    return data.removeprefix(_MARK).removeprefix(_MARK)
 
 
 def _in_exif(data: bytes) -> Any:
-    """Returns the first orientation in the first directory, and None if there is none."""
+    """Returns the orientation in the first directory, 0 for no number, and None if none counts."""
     if not data:
         return None
     order = _BYTE_ORDERS.get(data[:4])
@@ -109,24 +114,30 @@ def _in_exif(data: bytes) -> Any:
     if start + 2 > len(data):
         return None
     (entries,) = struct.unpack_from(f"{order}H", data, start)
-    tag = struct.pack(f"{order}H", _TAG)
     end = min(start + 2 + 12 * entries, len(data) - 11)
+    layout = struct.Struct(f"{order}HHLL")
+    seen, total = set(), 0
     for entry in range(start + 2, end, 12):
-        if data.startswith(tag, entry):
-            value = _value(data, entry, order)
-            if value is not None:
-                return value
+        tag, kind, count, offset = layout.unpack_from(data, entry)
+        size = count * _SIZES.get(kind, 0)
+        if not size or tag in seen:
+            continue
+        if size <= 4:
+            offset = entry + 8
+        else:
+            total += size
+            if total > len(data):
+                continue
+            if offset + size > len(data):
+                return None
+        if tag == _TAG:
+            return _value(data, kind, offset, order)
+        seen.add(tag)
     return None
 
 
-def _value(data: bytes, entry: int, order: str) -> Any:
-    """Returns the first number of an entry, 0 for what is none, and None for what isn't whole."""
-    kind, count, offset = struct.unpack_from(f"{order}HLL", data, entry + 2)
-    size = count * _SIZES.get(kind, 0)
-    if size <= 4:
-        offset = entry + 8
-    if not size or offset + size > len(data):
-        return None
+def _value(data: bytes, kind: int, offset: int, order: str) -> Any:
+    """Returns the first number of an entry, and 0 for what is none."""
     if kind not in _FORMATS:
         return 0
     number, *divisor = struct.unpack_from(f"{order}{_FORMATS[kind]}", data, offset)
@@ -140,7 +151,10 @@ def _in_xmp(info: dict[Any, Any]) -> Any:
     pattern: Any = r'tiff:Orientation(?:="|>)([0-9])'
     if not text:
         text, pattern = info.get("xmp"), pattern.encode()
-    if not isinstance(text, type(pattern)):
+    if not text:
         return None
-    found = re.search(pattern, text)
+    try:
+        found = re.search(pattern, text)
+    except TypeError:
+        return None
     return int(found[1]) if found else None

@@ -61,11 +61,18 @@ Images. All is what Pillow has once the image is loaded:
   there, or nothing, which is None; any other value is serialised as in a container;
 - the orientation is that of ``image.getexif()`` if Pillow has read that (as it does by itself for
   TIFF), else of the EXIF data in ``info["exif"]`` or ``info["Raw profile type exif"]``: the first
-  number of the first entry 0x0112 of the first directory that is whole. Where there is none, it
-  is the digit after the first ``tiff:Orientation="`` or ``tiff:Orientation>`` in the XMP data,
-  which is the str ``info["XML:com.adobe.xmp"]`` or, where that is missing or empty, the bytes
-  ``info["xmp"]``. It is 1 unless that is one of 2 to 8, and 1 whatever the XMP data says where
-  the EXIF data has no TIFF header, for there Pillow raises and doesn't turn the image;
+  number of the first entry 0x0112 that counts in the first directory, or 1 if that entry is bytes
+  or text. Where there is none, it is the digit after the first ``tiff:Orientation="`` or
+  ``tiff:Orientation>`` in the XMP data, which is the str ``info["XML:com.adobe.xmp"]`` or, where
+  that is missing or empty, the bytes ``info["xmp"]``. It is 1 unless that is one of 2 to 8, and 1
+  whatever the XMP data says where the EXIF data has no TIFF header, for there Pillow raises and
+  doesn't turn the image. That is 8 bytes, after ``Exif`` and two zero bytes at most twice, of which
+  the first four are, in hexadecimal, 4d4d002a, 4d4d2a00, 4d4d002b, 49492a00 or 4949002a.
+  Which entries count is as in Pillow 13, also where they are damaged. Those of any type but 1 to
+  13 and 16, of no values, or of the tag of an earlier one that counts are passed over. The sizes
+  of the others are summed up where they are over 4 bytes; those by which the sum exceeds the size
+  of the data from the header on, and all such after them, are passed over too. One that is not,
+  but reaches beyond the end of the data, ends the directory, as that end does;
 - the pixels are rows from top to bottom, without padding. ``1`` has 8 pixels a byte, the first in
   the highest bit, white where the bit is set, and begins each row in a new byte. ``I`` and ``F``
   are little-endian int32 and float32, ``I;16`` and ``I;16L`` little-endian uint16, ``I;16B`` a
