@@ -92,6 +92,32 @@ def test_an_interrupted_call_leaves_nothing() -> None:
         assert encode.alive() == 0
 
 
+class OddError(BaseException):
+    """One that isn't an ``Exception``."""
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_task_leaves_nothing_of_an_encode_that_raises_what_is_no_exception(plain: bool) -> None:
+    failing = Failing()
+
+    def encode(features: list[Any]) -> Any:
+        tensor = failing.allocate()
+        raise OddError(len(tensor))
+
+    async def encode_later(features: list[Any]) -> Any:
+        encode(features)
+
+    encoder = CachedEncoder(MultiModalStaticCache(1000), encode if plain else encode_later)
+
+    async def call() -> None:
+        with contextlib.suppress(OddError):
+            await encoder.encode_async([1])
+
+    with no_collector():
+        asyncio.run(call())
+        assert (len(failing.allocated), failing.alive()) == (1, 0)
+
+
 @pytest.mark.parametrize("plain", [True, False])
 def test_tasks_leave_nothing_whether_they_lead_wait_or_are_cancelled(plain: bool) -> None:
     encode = Failing() if plain else FailingLater()

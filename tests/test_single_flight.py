@@ -894,6 +894,47 @@ def test_coroutine_functions_take_turns_and_pass_them_on() -> None:
     assert encoder._gate._turns._free == 1
 
 
+def nested_await(encoder: Any) -> Any:
+    async def encode(features: list[int]) -> torch.Tensor:
+        if features == [1]:
+            await encoder[0].encode_async([2])
+        return torch.zeros(len(features), 1, 1)
+
+    return encode
+
+
+def nested_task(encoder: Any) -> Any:
+    async def encode(features: list[int]) -> torch.Tensor:
+        if features == [1]:
+            await asyncio.create_task(encoder[0].encode_async([2]))
+        return torch.zeros(len(features), 1, 1)
+
+    return encode
+
+
+def nested_loop(encoder: Any) -> Any:
+    def encode(features: list[int]) -> torch.Tensor:
+        if features == [1]:
+            asyncio.run(encoder[0].encode_async([2]))
+        return torch.zeros(len(features), 1, 1)
+
+    return encode
+
+
+@pytest.mark.parametrize("nested", [nested_await, nested_task, nested_loop])
+def test_an_encode_from_inside_through_asyncio_needs_no_turn(nested: Any) -> None:
+    encoders: list[CachedEncoder] = []
+    cache = MultiModalStaticCache(10_000)
+    encoders.append(CachedEncoder(cache, nested(encoders), key=int, max_concurrency=1))
+
+    async def call() -> None:
+        await asyncio.wait_for(encoders[0].encode_async([1]), 60)
+
+    asyncio.run(call())
+    assert 1 in cache
+    assert 2 in cache
+
+
 def test_who_is_interrupted_while_it_waits_for_its_turn_takes_none() -> None:
     turns = Turns(1)
     with turns.taken() as first:

@@ -130,6 +130,7 @@ class Batch:
     """
 
     def __init__(self, flights: Flights, gate: Gate) -> None:
+        self._nested = gate.is_inside()  # asked here: another thread or task may encode
         self._flights = flights
         self._gate = gate
         self.claimed: list[Claim] = []
@@ -150,7 +151,7 @@ class Batch:
         """
         if not self.claimed:
             return
-        with self._landed_whatever_happens(), self._gate.turn() as turn:
+        with self._landed_whatever_happens(), self._gate.turn(nested=self._nested) as turn:
             turn.result()
             with self._gate.inside(threading.get_ident()):
                 self._flights.drop_mismatched(self.claimed)
@@ -160,7 +161,7 @@ class Batch:
 
     async def encode_async(self, encode: Callable[[list[Any]], Any]) -> None:
         """The same for an ``encode`` that is a coroutine function."""
-        with self._landed_whatever_happens(), self._gate.turn() as turn:
+        with self._landed_whatever_happens(), self._gate.turn(nested=self._nested) as turn:
             if not turn.done():
                 await asyncio.wrap_future(turn)
             with self._gate.inside(current_task()):

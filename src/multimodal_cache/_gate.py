@@ -30,9 +30,9 @@ class Gate:
         self._inside: set[Any] = set()  # threads by their ids, tasks, and the tasks they await
         self.closed = False
 
-    def turn(self) -> contextlib.AbstractContextManager[Future[None]]:
-        """Takes a turn, as ``Turns.taken`` does; who is inside already needs none."""
-        return self._turns.taken(nested=self.is_inside())
+    def turn(self, *, nested: bool) -> contextlib.AbstractContextManager[Future[None]]:
+        """Takes a turn, as ``Turns.taken`` does; what comes from inside needs none."""
+        return self._turns.taken(nested=nested)
 
     @contextlib.contextmanager
     def inside(self, owner: Any) -> Iterator[None]:

@@ -283,6 +283,8 @@ class CachedEncoder:
         except BaseException:
             batch.leave()
             raise
+        finally:
+            del encoding  # it may hold an error, whose traceback holds this frame
 
     def _begin_elsewhere(self, batch: Batch, modes: Modes | None) -> asyncio.Future[None]:
         if not self._is_async:

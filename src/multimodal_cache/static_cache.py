@@ -81,13 +81,21 @@ class MultiModalStaticCache(MultimodalCache):
     passed to ``set``, as read-only. It stays valid when the entry is evicted later. If the
     encoder reuses its output buffer, pass ``copy=True`` and go on with what ``get`` returns.
 
-    Threads: every method is atomic under one re-entrant lock. What a dropped entry runs
+    Threads: every method is atomic. All but hits are so by one re-entrant lock. A hit of ``get``
+    and ``get_single`` takes none where Python has a GIL, and isn't held up by it: it happens at
+    its look into the table, and what it returns was there when the call began. Then it makes most
+    recent what is under its key by then. So others mustn't walk ``mm_cache`` step by step, but
+    take ``list(mm_cache)``, which is one step. What a dropped entry runs
     (finalizers, weak-reference callbacks) may call back; what ``set`` and ``resize`` evict is
     dropped under the lock, unless there is an ``on_evict``. The copy of step 3 happens under
-    the lock too: on a GPU it is a launch, on a CPU it holds other threads up for as long as it
-    takes to allocate and copy the bytes, a millisecond or so for each MiB. An instance
+    the lock too: on a GPU it is a launch, on a CPU it holds up what needs the lock for as long as
+    it takes to allocate and copy the bytes, a millisecond or so for each MiB. An instance
     can be neither pickled nor copied. A forked child must not use it, which is not checked:
     another thread may hold the lock at the fork.
+
+    Signals: a handler may raise (Ctrl-C) in the middle of any call. The lock is free then, the
+    entry that was on its way in or out is out, and the counters may miss one. A handler must not
+    call the cache.
 
     CUDA: copies run on the current stream of the calling thread, on which the tensors given to
     ``set`` must be ready. Nothing is synchronised and no stream is recorded: who reads an
