@@ -336,6 +336,7 @@ TURNED_EXIF = {
     "more entries than there are": exif_of(SIX)[:14] + b"\x09\0" + exif_of(SIX)[16:],
     "twice the head": b"Exif\0\0" + exif_of(SIX),
     "before another that is cut": exif_of(SIX, CUT),
+    "BigTIFF's header": b"MM\0+" + exif_of((0x0112, 3, 1, b"\0\6"), order=">")[10:],
 }
 UNTURNED_EXIF = {
     "bytes": exif_of((0x0112, 1, 1, b"\6")),
@@ -346,6 +347,7 @@ UNTURNED_EXIF = {
     "after another that is cut": exif_of(CUT, SIX),
     "the entry itself is cut": exif_of(OTHER, SIX)[:-1],
     "directory beyond the end": b"II*\0\xff\xff\0\0",
+    "BigTIFF's header, little-endian": b"II+\0" + exif_of(SIX)[10:],
     "no directory": b"MM\0*\0\0\0\x08",
     "none": exif_of(OTHER),
 }
