@@ -11,6 +11,7 @@ import itertools
 import random
 import signal
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -129,6 +130,85 @@ def test_what_comes_after_an_interruption_may_be_interrupted(name: str) -> None:
             if not interrupt_at(second, partial(CALLS["current_size"], cache)):
                 break
             require_that_it_works(cache)
+
+
+Change = Callable[[Any], object]
+
+BROKEN_OFF: dict[str, Change] = {
+    "nothing is done": lambda cache: None,
+    "half removed": lambda cache: cache.mm_cache.pop(ONE),
+    "removed, but still charged": lambda cache: (
+        cache.mm_cache.pop(ONE),
+        cache._by_items.pop(ONE.mm_hashes),
+        cache._entries.pop(ONE),
+    ),
+}
+
+
+@pytest.mark.parametrize("state", BROKEN_OFF)
+@pytest.mark.parametrize("name", CALLS)
+def test_whoever_comes_next_mends_what_was_broken_off(state: str, name: str) -> None:
+    cache = full_cache()
+    BROKEN_OFF[state](cache)
+    cache._changing = int(ONE)
+    CALLS[name](cache)
+    cache.check()
+    assert ONE not in cache
+    require_that_it_works(cache)
+
+
+def test_a_removal_mends_what_a_finalizer_left_broken_off_just_before() -> None:
+    cache = full_cache()
+    cache.mm_cache.pop(ONE)
+    cache._changing = int(ONE)
+    assert cache._remove(2) is not None
+    assert (keys(cache), cache.current_size) == ([1], 40)
+    cache.check()
+
+
+def test_what_a_finalizer_mended_is_not_mended_twice() -> None:
+    class Entries(dict[int, Any]):
+        def values(self) -> Any:
+            held = list(super().values())
+            cache._changing = None
+            return held
+
+    cache = full_cache()
+    cache._changing = 1
+    cache._entries = Entries(cache._entries)
+    cache._mend()
+    assert keys(cache) == [1, ONE, 2]
+
+
+def test_an_entry_freed_during_its_lookup_under_the_lock_is_still_returned() -> None:
+    class Freeing(dict[int, Any]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            found = super().get(key, default)
+            cache.mm_cache.pop(1, None)
+            return found
+
+    cache = full_cache()
+    entry = cache.mm_cache[1]
+    cache._hits_in_entries = {}
+    cache._entries = Freeing(cache._entries)
+    assert cache.get_single(1) is entry
+
+
+def test_the_oldest_entry_is_looked_for_again_if_others_were_hit_meanwhile() -> None:
+    class Changing(OrderedDict[int, EmbeddingResult]):
+        changes = 1
+
+        def __iter__(self) -> Iterator[int]:
+            if self.changes:
+                self.changes = 0
+                raise RuntimeError("OrderedDict mutated during iteration")
+            return super().__iter__()
+
+    cache = full_cache()
+    cache.mm_cache = Changing(cache.mm_cache)
+    assert cache.set(9, result(10))
+    assert keys(cache) == [ONE, 2, 9]
+    cache.check()
 
 
 @pytest.fixture

@@ -928,7 +928,8 @@ def test_an_encode_from_inside_through_asyncio_needs_no_turn(nested: Any) -> Non
     encoders.append(CachedEncoder(cache, nested(encoders), key=int, max_concurrency=1))
 
     async def call() -> None:
-        await asyncio.wait_for(encoders[0].encode_async([1]), 60)
+        with encoders[0] as encoder:
+            await asyncio.wait_for(encoder.encode_async([1]), 60)
 
     asyncio.run(call())
     assert 1 in cache
