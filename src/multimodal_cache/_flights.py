@@ -122,25 +122,39 @@ class Flights:
         Returns:
             False if it did nothing, since what has landed meanwhile may be what is missing.
         """
-        ours = set()
         with self._lock:
             if landings != self.landings:
                 return False
-            generation = getattr(self._cache, "generation", None)
-            for want in missing:
-                key = want.key
-                if key is None or key in ours:
-                    claimed.append((want, None))
-                    continue
-                flight = self.by_key.get(key)
-                if flight is not None and flight.generation == generation:
-                    awaited.append((want, flight))
-                    continue
-                flight = Flight(key, want.length, generation)
-                claimed.append((want, flight))
-                ours.add(key)
-                self.by_key[key] = flight
+            self._claim(missing, claimed, awaited)
         return True
+
+    # A `with` that takes the lock has no loop in it: CPython 3.12, and 3.13.0, leave the jump back
+    # of some out of the `with`, and a signal handler may raise right there.
+
+    def _claim(
+        self, missing: Iterable[Want], claimed: list[Claim], awaited: list[tuple[Want, Flight]]
+    ) -> None:
+        ours = set()
+        generation = getattr(self._cache, "generation", None)
+        for want in missing:
+            key = want.key
+            if key is None or key in ours:
+                claimed.append((want, None))
+                continue
+            flight = self.by_key.get(key)
+            if flight is not None and flight.generation == generation:
+                awaited.append((want, flight))
+                continue
+            flight = Flight(key, want.length, generation)
+            claimed.append((want, flight))
+            ours.add(key)
+            self.by_key[key] = flight
+
+    def _forget(self, claimed: Sequence[Claim]) -> None:
+        for _, flight in claimed:
+            # Not one of a later generation.
+            if flight is not None and self.by_key.get(flight.key) is flight:
+                del self.by_key[flight.key]
 
     def drop_mismatched(self, claimed: Iterable[Claim]) -> None:
         """Drops entries of the wrong length: nobody can have replaced those with a claim."""
@@ -166,10 +180,7 @@ class Flights:
         """
         with self._lock:
             self.landings += 1
-            for _, flight in claimed:
-                # Not one of a later generation.
-                if flight is not None and self.by_key.get(flight.key) is flight:
-                    del self.by_key[flight.key]
+            self._forget(claimed)
         for (_, flight), outcome in zip(claimed, outcomes, strict=True):
             if flight is not None and not flight.landed.done():
                 flight.landed.set_result(outcome)

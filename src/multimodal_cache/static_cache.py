@@ -350,7 +350,7 @@ class MultiModalStaticCache(MultimodalCache):
         with self._lock:
             self._mend()
             self._generation += 1
-            dropped = [self._remove(key) for key in list(self.mm_cache)]
+            dropped = list(map(self._remove, list(self.mm_cache)))
         del dropped  # after the lock is released, since it can run finalizers
 
     def resize(self, max_size: int) -> None:
@@ -365,8 +365,7 @@ class MultiModalStaticCache(MultimodalCache):
         try:
             with self._lock:
                 self._mend()
-                while self._current_size > max_size:
-                    self._evict_oldest(evicted)
+                self._shrink(max_size, evicted)
                 self._max_size = max_size
         finally:
             self._report(evicted)
@@ -407,26 +406,7 @@ class MultiModalStaticCache(MultimodalCache):
         """
         with self._lock:
             self._mend()
-            entries = self._entries
-            charged = [nbytes for _, _, nbytes, _ in entries.values()]
-            combined = {entry[3]: entry for entry in entries.values() if entry[3] is not None}
-            order = list(self.mm_cache)
-            promises = {
-                "1: current_size is the sum of what the entries are charged": (
-                    self._current_size == sum(charged)
-                ),
-                "1: current_size is from 0 to max_size": 0 <= self._current_size <= self._max_size,
-                "3: mm_cache lists each key once": (
-                    len(order) == len(set(order)) == len(self.mm_cache)
-                ),
-                "4: what is held is what is charged": self.mm_cache.keys() == entries.keys()
-                and all(self.mm_cache[key] is entry[0] for key, entry in entries.items())
-                and all(key == entry[1] for key, entry in entries.items()),
-                "4: items stand under their hash": self._by_items.keys() == combined.keys()
-                and all(self._by_items[items] is entry for items, entry in combined.items())
-                and all(hash(items) == entry[1] for items, entry in combined.items()),
-            }
-            broken = [promise for promise, kept in promises.items() if not kept]
+            broken = self._broken_promises()
         if broken:
             raise AssertionError(f"{self!r} breaks invariant {', and '.join(broken)}")
 
@@ -440,6 +420,31 @@ class MultiModalStaticCache(MultimodalCache):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"a {type(self).__name__} holds a lock: it can't be pickled or copied")
+
+    def _broken_promises(self) -> list[str]:
+        entries = self._entries
+        charged = [nbytes for _, _, nbytes, _ in entries.values()]
+        combined = {entry[3]: entry for entry in entries.values() if entry[3] is not None}
+        order = list(self.mm_cache)
+        promises = {
+            "1: current_size is the sum of what the entries are charged": (
+                self._current_size == sum(charged)
+            ),
+            "1: current_size is from 0 to max_size": 0 <= self._current_size <= self._max_size,
+            "3: mm_cache lists each key once": (
+                len(order) == len(set(order)) == len(self.mm_cache)
+            ),
+            "4: what is held is what is charged": self.mm_cache.keys() == entries.keys()
+            and all(self.mm_cache[key] is entry[0] for key, entry in entries.items())
+            and all(key == entry[1] for key, entry in entries.items()),
+            "4: items stand under their hash": self._by_items.keys() == combined.keys()
+            and all(self._by_items[items] is entry for items, entry in combined.items())
+            and all(hash(items) == entry[1] for items, entry in combined.items()),
+        }
+        return [promise for promise, kept in promises.items() if not kept]
+
+    # A `with` that takes the lock has no loop in it but `while True`: CPython 3.12, and 3.13.0,
+    # leave the jump back of others out of the `with`, and a signal handler may raise right there.
 
     def _admit(
         self, entry: _Entry, replacements: Replacements, generation: int | None, evicted: _Evicted
@@ -560,6 +565,11 @@ class MultiModalStaticCache(MultimodalCache):
         """Returns when no thread is in the middle of a change."""
         with self._lock:
             self._mend()
+
+    def _shrink(self, size: int, evicted: _Evicted) -> None:
+        """Evicts until the rest fits into a size."""
+        while self._current_size > size:
+            self._evict_oldest(evicted)
 
     def _evict_oldest(self, evicted: _Evicted) -> None:
         """Evicts one entry, and adds it to ``evicted`` if somebody wants to hear of it."""
