@@ -201,6 +201,25 @@ def test_a_snapshot_is_of_one_moment() -> None:
     assert recount(cache) == cache.current_size == 4096
 
 
+def test_a_check_beside_hits_finds_nothing_broken() -> None:
+    """A hit reorders `mm_cache` without the lock, so `check` must walk it in one step."""
+    cache = MultiModalStaticCache(4 * 500)
+    for key in range(500):
+        cache.set(key, EmbeddingResult(embedding=torch.zeros(1)))
+
+    def work(n: int) -> None:
+        rng = random.Random(n)
+        for _ in range(300):
+            if n == 0:
+                cache.check()
+            else:
+                for _ in range(20):
+                    assert cache.get_single(rng.randrange(500)) is not None
+
+    run_together(work)
+    assert cache.stats().hits == (THREADS - 1) * 300 * 20
+
+
 def test_a_callback_may_take_a_lock_that_callers_hold() -> None:
     """It would deadlock if on_evict ran under the cache's lock."""
     outer = threading.Lock()

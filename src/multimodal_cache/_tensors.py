@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, TypeGuard
 
 import torch
-from torch import strided
 from torch.nn.parameter import is_lazy
 
 QUANTISED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
@@ -22,7 +21,7 @@ def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
     """Whether it is a tensor that is neither sparse, nested nor without elements (meta)."""
     return (
         isinstance(value, torch.Tensor)
-        and value.layout is strided
+        and value.layout is torch.strided
         and not value.is_nested
         and not value.is_meta
     )
