@@ -125,8 +125,8 @@ def plot(path: Path) -> Iterator[Any]:
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     yield axes
-    axes.legend()
-    figure.savefig(path)
+    axes.legend(frameon=False)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def run(parser: Parser, report: Callable[[argparse.Namespace], Iterable[str]]) -> None:

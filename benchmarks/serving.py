@@ -240,14 +240,21 @@ def overhead(rng: random.Random) -> Iterator[tuple[str, ...]]:
 
 
 def draw(streams: list[Stream], path: Path) -> None:
-    """Draws the ratios beside the ideal."""
-    reuse = [stream.reuse * 100 for stream in streams]
-    measured = [statistics.median(ratios(stream)) for stream in streams]
+    """Draws requests/s without the cache and with it, and the ratio over each pair of bars."""
     with plot(path) as axes:
-        axes.plot(reuse, [ideal(stream) for stream in streams], "k--", label="1 / (1 - hit rate)")
-        axes.plot(reuse, measured, "o-", label="measured")
-        axes.set(xlabel="requests that repeat an image, %", ylabel="times the throughput without")
-        axes.set_yscale("log")
+        for cached, color in ((False, "0.75"), (True, "#0b5fa5")):
+            rates = [
+                len(stream.images) / statistics.median(stream.seconds[cached]) for stream in streams
+            ]
+            places = [x + 0.38 * cached for x in range(len(streams))]
+            label = "with the cache" if cached else "without"
+            bars = axes.bar(places, rates, width=0.36, color=color, label=label)
+        times = [statistics.median(ratios(stream)) for stream in streams]
+        axes.bar_label(bars, [f"{each:.3g}\N{MULTIPLICATION SIGN}" for each in times], padding=2)
+        axes.set_xticks([x + 0.19 for x in range(len(streams))])
+        axes.set_xticklabels([f"{stream.reuse:.0%}" for stream in streams])
+        axes.set(xlabel="requests that repeat an image", ylabel="requests per second")
+        axes.spines[["top", "right"]].set_visible(False)
 
 
 def report(options: argparse.Namespace) -> Iterator[str]:
