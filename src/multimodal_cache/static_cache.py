@@ -9,7 +9,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import NoReturn, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
@@ -27,9 +27,10 @@ from multimodal_cache.stats import CacheStats
 logger = logging.getLogger(__name__)
 
 _Items = tuple[int, ...] | None  # what a key says that it stands for; a plain int says nothing
-# The result, its key, the bytes that it is charged, its items.
-_Entry = tuple[EmbeddingResult, int, int, _Items]
-_Evicted = list[tuple[int, EmbeddingResult]]  # what on_evict is to hear
+# The result, its key, the bytes that it is charged, its items; and, None for most, what else a
+# hit of it does: a call, which may raise KeyError. (In host memory: how to bring it back.)
+_Entry = tuple[EmbeddingResult, int, int, _Items, Any]
+_Evicted = list[tuple[int, EmbeddingResult]] | None  # what on_evict is to hear, if there is one
 
 _HITS_TAKE_THE_LOCK = not getattr(sys, "_is_gil_enabled", lambda: True)()
 
@@ -141,7 +142,7 @@ class MultiModalStaticCache(MultimodalCache):
         self._hits_by_items = {} if _HITS_TAKE_THE_LOCK else self._by_items
         self._current_size = 0
         self._changing: int | None = None  # a key that isn't in all the tables, for a moment
-        self._max_size = _as_size(max_size)
+        self._max_size = as_size("max_size", max_size)
         self._copy = copy
         self._on_evict = on_evict
         self._generation = 0
@@ -207,6 +208,8 @@ class MultiModalStaticCache(MultimodalCache):
             return self._look_up(hash(items) if items else None, items)
         next(self._hits_to_come)
         try:
+            if entry[4] is not None:
+                entry[4]()
             self.mm_cache.move_to_end(entry[1])
         except KeyError:
             pass
@@ -231,6 +234,8 @@ class MultiModalStaticCache(MultimodalCache):
             return self._look_up(mm_hash, None)
         next(self._hits_to_come)
         try:
+            if entry[4] is not None:
+                entry[4]()
             self.mm_cache.move_to_end(mm_hash)
         except KeyError:
             pass
@@ -288,20 +293,16 @@ class MultiModalStaticCache(MultimodalCache):
             generation = as_int("generation", generation)
         if key is None:
             return False
-        evicted: _Evicted = []
+        evicted: _Evicted = None if self._on_evict is None else []
         try:
-            entry = (embedding, key, nbytes, items)
-            if self._admit(entry, replacements, generation, evicted):
-                return True
+            entry = (embedding, key, nbytes, items, None)
+            return self._admit(entry, replacements, generation, evicted)
         except _OutOfMemoryError as error:
             logger.warning("an embedding of %d bytes was not cached: %s", nbytes, error)
             return False
         finally:
             if evicted:
                 self._report(evicted)
-        if nbytes > self._max_size and not self._warned_of_size:
-            self._warn_of_size(nbytes)
-        return False
 
     def has(self, mm_hash: SupportsIndex | None) -> bool:
         """Returns whether the key is in the cache; doesn't make its entry most recent.
@@ -360,15 +361,16 @@ class MultiModalStaticCache(MultimodalCache):
             TypeError: ``max_size`` isn't an int.
             ValueError: ``max_size`` is negative.
         """
-        max_size = _as_size(max_size)
-        evicted: _Evicted = []
+        max_size = as_size("max_size", max_size)
+        evicted: _Evicted = None if self._on_evict is None else []
         try:
             with self._lock:
                 self._mend()
                 self._shrink(max_size, evicted)
                 self._max_size = max_size
         finally:
-            self._report(evicted)
+            if evicted:
+                self._report(evicted)
 
     def __len__(self) -> int:
         if self._changing is not None:
@@ -423,7 +425,7 @@ class MultiModalStaticCache(MultimodalCache):
 
     def _broken_promises(self) -> list[str]:
         entries = self._entries
-        charged = [nbytes for _, _, nbytes, _ in entries.values()]
+        charged = [nbytes for _, _, nbytes, _, _ in entries.values()]
         combined = {entry[3]: entry for entry in entries.values() if entry[3] is not None}
         order = list(self.mm_cache)
         promises = {
@@ -456,7 +458,7 @@ class MultiModalStaticCache(MultimodalCache):
         everything anew, and the last one neither calls nor allocates between its look and its
         insertion.
         """
-        _, key, nbytes, items = entry
+        _, key, nbytes, items, _ = entry
         with self._lock:
             while True:
                 collides = items is not None and key in self._entries and self._collides(key, items)
@@ -470,7 +472,7 @@ class MultiModalStaticCache(MultimodalCache):
                 elif nbytes > self._max_size:
                     self._rejections += 1
                     self._collisions += collides
-                    return False
+                    break
                 elif collides:
                     self._collisions += 1
                     self._remove(key)
@@ -488,6 +490,9 @@ class MultiModalStaticCache(MultimodalCache):
                     self._changing = None
                     self._insertions += 1
                     return True
+        if not self._warned_of_size:
+            self._warn_of_size(nbytes)
+        return False
 
     def _own(self, entry: _Entry, replacements: Replacements) -> _Entry:
         """Replaces tensors; counts a rejection if there is no memory for them."""
@@ -513,6 +518,8 @@ class MultiModalStaticCache(MultimodalCache):
                 return None
             next(self._hits_to_come)
             try:
+                if entry[4] is not None:
+                    entry[4]()
                 self.mm_cache.move_to_end(entry[1])
             except KeyError:
                 pass  # a finalizer has freed the entry since: the garbage collector runs anywhere
@@ -548,7 +555,7 @@ class MultiModalStaticCache(MultimodalCache):
         key = self._changing
         if key is None:
             return
-        others = sum([nbytes for _, k, nbytes, _ in list(self._entries.values()) if k != key])
+        others = sum([nbytes for _, k, nbytes, _, _ in list(self._entries.values()) if k != key])
         if self._changing is None:
             return  # a finalizer was faster
         if key in self.mm_cache:
@@ -572,7 +579,7 @@ class MultiModalStaticCache(MultimodalCache):
             self._evict_oldest(evicted)
 
     def _evict_oldest(self, evicted: _Evicted) -> None:
-        """Evicts one entry, and adds it to ``evicted`` if somebody wants to hear of it."""
+        """Evicts one entry, and adds it to ``evicted``, if there is that."""
         try:
             for key in self.mm_cache:  # noqa: B007  # next(iter()) would let others in between
                 break
@@ -587,10 +594,10 @@ class MultiModalStaticCache(MultimodalCache):
         entry = self._remove(key)
         if entry is None:
             return  # a finalizer was faster
-        result, _, nbytes, items = entry
+        result, _, nbytes, items, _ = entry
         self._evictions += 1
         self._evicted_bytes += nbytes
-        if self._on_evict is not None:
+        if evicted is not None:
             evicted.append((key if items is None else CombinedHash(items), result))
 
     def _warn_of_size(self, nbytes: int) -> None:
@@ -605,12 +612,10 @@ class MultiModalStaticCache(MultimodalCache):
                 max_size,
             )
 
-    def _report(self, evicted: _Evicted) -> None:
-        if self._on_evict is None:
-            return
+    def _report(self, evicted: list[tuple[int, EmbeddingResult]]) -> None:
         for mm_hash, result in evicted:
             try:
-                self._on_evict(mm_hash, result)
+                self._on_evict(mm_hash, result)  # type: ignore[misc]  # else nothing is in the list
             except Exception:
                 logger.exception("on_evict failed for the key %#x", mm_hash)
 
@@ -619,8 +624,9 @@ def _are_known_to_differ(some: _Items, others: _Items) -> bool:
     return some != others and some is not None and others is not None
 
 
-def _as_size(max_size: object) -> int:
-    size = as_int("max_size", max_size)
+def as_size(name: str, value: object) -> int:
+    """Checks an argument that says how many bytes."""
+    size = as_int(name, value)
     if size < 0:
-        raise ValueError(f"max_size must be 0 or more bytes, got {size}")
+        raise ValueError(f"{name} must be 0 or more bytes, got {size}")
     return size
