@@ -19,6 +19,7 @@ from multimodal_cache.base import (
     EmbeddingResult,
     MultimodalCache,
     as_int,
+    as_size,
     item_keys,
     split_key,
 )
@@ -124,6 +125,8 @@ class MultiModalStaticCache(MultimodalCache):
         TypeError: ``max_size`` isn't an int, or ``on_evict`` isn't callable.
         ValueError: ``max_size`` is negative.
     """
+
+    _BUDGET = "max_size"  # what a warning calls it
 
     def __init__(
         self,
@@ -490,8 +493,7 @@ class MultiModalStaticCache(MultimodalCache):
                     self._changing = None
                     self._insertions += 1
                     return True
-        if not self._warned_of_size:
-            self._warn_of_size(nbytes)
+        self._warn_of_size(nbytes)
         return False
 
     def _own(self, entry: _Entry, replacements: Replacements) -> _Entry:
@@ -603,12 +605,13 @@ class MultiModalStaticCache(MultimodalCache):
     def _warn_of_size(self, nbytes: int) -> None:
         """Says once that the budget is below one embedding; one of 0 is meant to be."""
         max_size = self._max_size
-        if max_size:
+        if max_size and not self._warned_of_size:
             self._warned_of_size = True
             logger.warning(
-                "an embedding of %d bytes was not cached, since it is larger than max_size, %d "
-                "bytes: no such embedding will be; this is said once",
+                "an embedding of %d bytes was not cached, since it is larger than %s, %d bytes: no "
+                "such embedding will be; this is said once",
                 nbytes,
+                self._BUDGET,
                 max_size,
             )
 
@@ -622,11 +625,3 @@ class MultiModalStaticCache(MultimodalCache):
 
 def _are_known_to_differ(some: _Items, others: _Items) -> bool:
     return some != others and some is not None and others is not None
-
-
-def as_size(name: str, value: object) -> int:
-    """Checks an argument that says how many bytes."""
-    size = as_int(name, value)
-    if size < 0:
-        raise ValueError(f"{name} must be 0 or more bytes, got {size}")
-    return size
