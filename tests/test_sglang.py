@@ -571,8 +571,8 @@ def test_the_check_says_that_a_scheduler_would_refuse_the_size_of_host_memory(
     installed.monkeypatch.setenv(HOST_SIZE, "64")
     assert checked(capsys)[2:] == [
         f"not in place: a scheduler would end with ValueError: {HOST_SIZE} must be a number of "
-        "MiB, and no less than the device's 104857600 bytes (100.0 MiB), got '64'; without host memory "
-        "leave it unset"
+        "MiB, and no less than the device's 104857600 bytes (100.0 MiB), got '64'; without host "
+        "memory leave it unset"
     ]
 
 
