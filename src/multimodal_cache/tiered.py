@@ -230,6 +230,10 @@ class TieredCache(MultiModalStaticCache):
                 found, lacking = self._bring_back(held)
                 if found is not None:
                     next(host._hits_to_come)
+                    try:
+                        host.mm_cache.move_to_end(held[1])
+                    except KeyError:
+                        pass  # a finalizer has freed the entry since
                     return found
             host._misses += 1
             host._collisions += differs
