@@ -7,7 +7,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -176,6 +176,9 @@ class TieredCache(MultiModalStaticCache):
                 f"got host_size={self.host.max_size} and max_size={max_size}"
             )
 
+    def _tiers(self) -> tuple[MultiModalStaticCache, ...]:
+        return (self, self.host)
+
     def _mend(self) -> None:
         super()._mend()
         self.host._mend()
@@ -266,7 +269,7 @@ class TieredCache(MultiModalStaticCache):
             return None, str(error)
 
     def _warn_of_size(self, nbytes: int) -> None:
-        if self._max_size and not self._warned_of_size:
+        if nbytes > self._max_size > 0 and not self._warned_of_size:
             self._warned_of_size = True
             logger.warning(
                 "an embedding of %d bytes stays in host memory alone, since it is larger than "
@@ -307,18 +310,17 @@ class _HostMemory(MultiModalStaticCache):
                 del self._by_items[entry[3]]
             del self._entries[key]
             self._current_size -= entry[2]
+            self._room += entry[2] * (key in self._leased)
             self._changing = None
         del on_device
         return entry
 
-    def _mend(self) -> None:
-        on_device = None
-        if self._changing is not None:
-            on_device = self._leave_device(self._changing)
-        super()._mend()
+    def _undo(self) -> None:
+        on_device = self._leave_device(self._changing)
+        super()._undo()
         del on_device
 
-    def _leave_device(self, key: int) -> _Entry | None:
+    def _leave_device(self, key: Any) -> _Entry | None:
         device = self._device()
         if device is None:
             return None
