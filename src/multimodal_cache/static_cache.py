@@ -614,7 +614,7 @@ class MultiModalStaticCache(MultimodalCache):
     def _undo(self) -> None:
         """Drops the entry whose insertion or removal was broken off, and counts all others."""
         key = self._changing
-        charged = [(k, entry[2]) for k, entry in list(self._entries.items()) if k != key]
+        charged = [entry[1:3] for entry in list(self._entries.values()) if entry[1] != key]
         size = sum([nbytes for _, nbytes in charged])
         leased = sum([nbytes for k, nbytes in charged if k in self._leased])
         if self._changing is None:
