@@ -306,13 +306,16 @@ class MultiModalStaticCache(MultimodalCache):
         evicted: _Evicted = None if self._on_evict is None else []
         try:
             entry = (embedding, key, nbytes, items, None)
-            return self._admit(entry, replacements, generation, evicted)
+            if self._admit(entry, replacements, generation, evicted):
+                return True
         except _OutOfMemoryError as error:
             logger.warning("an embedding of %d bytes was not cached: %s", nbytes, error)
             return False
         finally:
             if evicted:
                 self._report(evicted)
+        self._warn_of_size(nbytes)
+        return False
 
     def has(self, mm_hash: SupportsIndex | None) -> bool:
         """Returns whether the key is in the cache; doesn't make its entry most recent.
@@ -523,9 +526,7 @@ class MultiModalStaticCache(MultimodalCache):
                     self.mm_cache.move_to_end(key)
                     return True
                 elif nbytes > self._room or (collides and key in self._leased):
-                    self._rejections += 1
-                    self._collisions += collides
-                    break
+                    return self._refuse(collides)
                 elif collides:
                     self._collisions += 1
                     self._remove(key)
@@ -544,7 +545,10 @@ class MultiModalStaticCache(MultimodalCache):
                     self._changing = None
                     self._insertions += 1
                     return True
-        self._warn_of_size(nbytes)
+
+    def _refuse(self, collides: bool) -> bool:
+        self._rejections += 1
+        self._collisions += collides
         return False
 
     def _own(self, entry: _Entry, replacements: Replacements) -> _Entry:

@@ -106,6 +106,8 @@ class TieredCache(MultiModalStaticCache):
         super().__init__(max_size, copy=copy)
         self.host: MultiModalStaticCache = _HostMemory(self, host_size, on_evict)
         self._require_room_behind(self._max_size)
+        self._warned_of_size = True  # of what the host refuses, it warns
+        self._warned_of_copies = False
 
     @property
     def generation(self) -> int:
@@ -196,7 +198,7 @@ class TieredCache(MultiModalStaticCache):
     def _admit(
         self, entry: _Entry, replacements: Replacements, generation: int | None, evicted: _Evicted
     ) -> bool:
-        result, key, _, items, _ = entry
+        result, key, size, items, _ = entry
         origin = _Origin()
         nbytes, copies = plan_ownership(result, copy_all=True, copier=origin.plan_host_copy)
         leaving: _Evicted = None if self.host._on_evict is None else []
@@ -205,20 +207,25 @@ class TieredCache(MultiModalStaticCache):
             with self._lock:
                 self._mend()
                 kept = (result, key, nbytes, items, origin)
-                if not self.host._admit(kept, copies, generation, leaving):
-                    return False
-                held = self.host._entries.get(key)
-                if held is None:
-                    return False  # a finalizer has freed it
-                if held[4] is not origin:  # it was there before, and keeps its value
-                    entry, replacements = _entry_to_bring_back(held)
-                lacking = self._stay(entry, replacements)
+                stored = self.host._admit(kept, copies, generation, leaving)
+                if stored:
+                    lacking = self._follow(entry, replacements, origin)
         finally:
             if leaving:
                 self.host._report(leaving)
-        if lacking:
-            logger.warning("an embedding of %d bytes is in host memory alone: %s", nbytes, lacking)
-        return True
+        if not stored:
+            self.host._warn_of_size(nbytes)
+        elif lacking:
+            logger.warning("an embedding of %d bytes is in host memory alone: %s", size, lacking)
+        elif size > self._max_size > 0 and not self._warned_of_copies:
+            self._warned_of_copies = True
+            logger.warning(
+                "an embedding of %d bytes stays in host memory alone, since it is larger than "
+                "max_size, %d bytes: each hit of such an embedding copies it; this is said once",
+                size,
+                self._max_size,
+            )
+        return stored
 
     def _look_up(self, key: int | None, items: _Items) -> EmbeddingResult | None:
         host = self.host
@@ -247,6 +254,15 @@ class TieredCache(MultiModalStaticCache):
     # What leaves the host leaves the device, so what was taken from the host before something left
     # it may not be put on the device after: `_generation` counts what has left.
 
+    def _follow(self, entry: _Entry, replacements: Replacements, origin: _Origin) -> str:
+        """Puts on the device what ``set`` has put into the host, or found there."""
+        held = self.host._entries.get(entry[1])
+        if held is None:
+            return ""  # a finalizer has freed it
+        if held[4] is not origin:  # it was there before, and keeps its value
+            entry, replacements = _entry_to_bring_back(held)
+        return self._stay(entry, replacements)
+
     def _stay(self, entry: _Entry, replacements: Replacements) -> str:
         """Puts on the device what the host has, if it fits; says so if memory ran out."""
         use = functools.partial(self.host.mm_cache.move_to_end, entry[1])
@@ -267,16 +283,6 @@ class TieredCache(MultiModalStaticCache):
             return self._own(entry, replacements)[0], ""
         except _OutOfMemoryError as error:
             return None, str(error)
-
-    def _warn_of_size(self, nbytes: int) -> None:
-        if nbytes > self._max_size > 0 and not self._warned_of_size:
-            self._warned_of_size = True
-            logger.warning(
-                "an embedding of %d bytes stays in host memory alone, since it is larger than "
-                "max_size, %d bytes: each hit of such an embedding copies it; this is said once",
-                nbytes,
-                self._max_size,
-            )
 
 
 class _HostMemory(MultiModalStaticCache):
