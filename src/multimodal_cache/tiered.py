@@ -25,6 +25,8 @@ from multimodal_cache.stats import CacheStats
 
 logger = logging.getLogger(__name__)
 
+_IN_HOST_ALONE = "an embedding of %d bytes is in host memory alone: %s"
+
 
 class TieredCache(MultiModalStaticCache):
     """A ``MultiModalStaticCache`` on the device, with host memory behind it.
@@ -73,7 +75,8 @@ class TieredCache(MultiModalStaticCache):
     only after a synchronisation.
 
     Threads, signals and ownership are as in the plain class; both tiers have one lock, and a hit on
-    the device takes none.
+    the device takes none. What leaves the device to make room, also for what ``get`` brings back,
+    is dropped under the lock.
 
     Attributes:
         host: The host memory, a ``MultiModalStaticCache``; for reading only. The hits and misses of
@@ -197,83 +200,91 @@ class TieredCache(MultiModalStaticCache):
         origin = _Origin()
         nbytes, copies = plan_ownership(result, copy_all=True, copier=origin.plan_host_copy)
         leaving: _Evicted = None if self.host._on_evict is None else []
-        lacking = ""
+        why_not = ""
         try:
             with self._lock:
                 self._mend()
                 kept = (result, key, nbytes, items, origin)
-                if not self.host._admit(kept, copies, generation, leaving):
-                    return False
+                stored = self.host._admit(kept, copies, generation, leaving)
+                left = self._generation
                 held = self.host._entries.get(key)
-                if held is None:
-                    return False  # a finalizer has freed it
-                if held[4] is not origin:  # it was there before, and keeps its value
-                    entry, replacements = _entry_to_bring_back(held)
-                lacking = self._stay(entry, replacements)
+                if stored and held is not None:  # else a finalizer has freed it
+                    if held[4] is not origin:  # it was there before, and keeps its value
+                        entry, replacements = _entry_to_bring_back(held)
+                    try:
+                        why_not = self._stay(entry, replacements, left)
+                    except _OutOfMemoryError as error:
+                        why_not = str(error)
+                here = key in self.host._entries
         finally:
             if leaving:
                 self.host._report(leaving)
-        if lacking:
-            logger.warning("an embedding of %d bytes is in host memory alone: %s", nbytes, lacking)
-        return True
+        if stored is None:
+            self.host._warn_of_size(nbytes)
+        if why_not:
+            logger.warning(_IN_HOST_ALONE, entry[2], why_not)
+        return bool(stored and here)
 
     def _look_up(self, key: int | None, items: _Items) -> EmbeddingResult | None:
         host = self.host
         with self._lock:
             self._mend()
+            left = self._generation
             held = host._entries.get(key)  # type: ignore[arg-type]  # None is in no dict of ints
             differs = held is not None and _are_known_to_differ(held[3], items)
-            lacking = ""
+            found, why_not = None, ""
             if held is not None and not differs:
                 if key in self._entries:
                     return super()._look_up(key, items)
-                found, lacking = self._bring_back(held)
-                if found is not None:
-                    next(host._hits_to_come)
-                    try:
-                        host.mm_cache.move_to_end(held[1])
-                    except KeyError:
-                        pass  # a finalizer has freed the entry since
-                    return found
-            host._misses += 1
-            host._collisions += differs
-        if lacking:
-            logger.warning("an embedding in host memory can't be copied back: %s", lacking)
-        return None
+                found, why_not = self._bring_back(held, left)
+            if found is None:
+                host._misses += 1
+                host._collisions += differs
+            else:
+                next(host._hits_to_come)
+                try:
+                    host.mm_cache.move_to_end(key)  # type: ignore[arg-type]
+                except KeyError:
+                    pass  # a finalizer has freed the entry since
+        if why_not:
+            nbytes = held[4].nbytes  # type: ignore[index]  # it was to be brought back
+            logger.warning(_IN_HOST_ALONE, nbytes, why_not)
+        return found
 
     # What leaves the host leaves the device, so what was taken from the host before something left
-    # it may not be put on the device after: `_generation` counts what has left.
+    # it may not be put on the device after: `_generation` counts what has left. It is read before
+    # the host is, since the garbage collector can run finalizers in between.
 
-    def _stay(self, entry: _Entry, replacements: Replacements) -> str:
-        """Puts on the device what the host has, if it fits; says so if memory ran out."""
+    def _stay(self, entry: _Entry, replacements: Replacements, left: int) -> str:
+        """Puts on the device what the host has, if it fits; else says why not, at most once."""
         use = functools.partial(self.host.mm_cache.move_to_end, entry[1])
-        try:
-            super()._admit((*entry[:4], use), replacements, self._generation, None)
-        except _OutOfMemoryError as error:
-            return str(error)
-        return ""
+        stored = super()._admit((*entry[:4], use), replacements, left, None)
+        if stored is not None or self._warned_of_size or not self._max_size:
+            return ""
+        self._warned_of_size = True
+        return (
+            f"it is larger than max_size, {self._max_size} bytes, so each hit of such an "
+            "embedding copies it; this is said once"
+        )
 
-    def _bring_back(self, held: _Entry) -> tuple[EmbeddingResult | None, str]:
-        """Returns the copy on the device of what the host has; or None, and why there is none."""
+    def _bring_back(self, held: _Entry, left: int) -> tuple[EmbeddingResult | None, str]:
+        """Returns the copy on the device of what the host has, if there is memory for one.
+
+        And what is to be said when the lock is released.
+        """
         entry, replacements = _entry_to_bring_back(held)
-        self._stay(entry, replacements)
+        why_not = ""
+        try:
+            why_not = self._stay(entry, replacements, left)
+        except _OutOfMemoryError:
+            pass  # there may be some yet, now that room was made
         on_device = self._entries.get(entry[1])
         if on_device is not None:
-            return on_device[0], ""
+            return on_device[0], why_not
         try:
-            return self._own(entry, replacements)[0], ""
+            return self._own(entry, replacements)[0], why_not
         except _OutOfMemoryError as error:
-            return None, str(error)
-
-    def _warn_of_size(self, nbytes: int) -> None:
-        if self._max_size and not self._warned_of_size:
-            self._warned_of_size = True
-            logger.warning(
-                "an embedding of %d bytes stays in host memory alone, since it is larger than "
-                "max_size, %d bytes: each hit of such an embedding copies it; this is said once",
-                nbytes,
-                self._max_size,
-            )
+            return None, f"it can't be copied back: {error}"
 
 
 class _HostMemory(MultiModalStaticCache):
@@ -298,9 +309,7 @@ class _HostMemory(MultiModalStaticCache):
             return None
         entry = self._entries[key]
         self._changing = key
-        on_device = self._leave_device(
-            key
-        )  # kept until the end, since to drop it can run finalizers
+        on_device = self._leave_device(key)
         if self._changing is not None:  # else one has run nevertheless, and mended
             del self.mm_cache[key]
             if entry[3] is not None:
@@ -308,8 +317,7 @@ class _HostMemory(MultiModalStaticCache):
             del self._entries[key]
             self._current_size -= entry[2]
             self._changing = None
-        del on_device
-        return entry
+        return (*entry[:4], (entry[4], on_device))
 
     def _mend(self) -> None:
         on_device = None
@@ -337,6 +345,9 @@ class _Origin:
     def __init__(self) -> None:
         self.nbytes = 0
         self.replacements: Replacements = {}
+
+    def __call__(self) -> None:
+        """Does what else a hit in host memory does: nothing."""
 
     def plan_host_copy(self, tensor: torch.Tensor) -> tuple[int, Callable[[], torch.Tensor]]:
         """Plans a copy in host memory: a ``Copier``."""
