@@ -306,16 +306,16 @@ class MultiModalStaticCache(MultimodalCache):
         evicted: _Evicted = None if self._on_evict is None else []
         try:
             entry = (embedding, key, nbytes, items, None)
-            if self._admit(entry, replacements, generation, evicted):
-                return True
+            stored = self._admit(entry, replacements, generation, evicted)
         except _OutOfMemoryError as error:
             logger.warning("an embedding of %d bytes was not cached: %s", nbytes, error)
             return False
         finally:
             if evicted:
                 self._report(evicted)
-        self._warn_of_size(nbytes)
-        return False
+        if stored is None:
+            self._warn_of_size(nbytes)
+        return bool(stored)
 
     def has(self, mm_hash: SupportsIndex | None) -> bool:
         """Returns whether the key is in the cache; doesn't make its entry most recent.
@@ -506,8 +506,11 @@ class MultiModalStaticCache(MultimodalCache):
 
     def _admit(
         self, entry: _Entry, replacements: Replacements, generation: int | None, evicted: _Evicted
-    ) -> bool:
+    ) -> bool | None:
         """Takes an entry through steps 1 to 4 of its life, under the lock, one step a turn.
+
+        Returns what ``set`` does; but None if it is larger than the budget, which is to be said
+        when the lock is released.
 
         To drop an entry or to copy a tensor can run finalizers that call back in here, and the
         garbage collector can run some wherever something is allocated. So each turn looks at
@@ -546,10 +549,11 @@ class MultiModalStaticCache(MultimodalCache):
                     self._insertions += 1
                     return True
 
-    def _refuse(self, collides: bool) -> bool:
+    def _refuse(self, collides: bool) -> bool | None:
+        """Counts a value for which there is no room, and returns what says so."""
         self._rejections += 1
         self._collisions += collides
-        return False
+        return None
 
     def _own(self, entry: _Entry, replacements: Replacements) -> _Entry:
         """Replaces tensors; counts a rejection if there is no memory for them."""
@@ -592,7 +596,7 @@ class MultiModalStaticCache(MultimodalCache):
     # on Python 3.10): `_changing` says so to whoever comes next under the lock.
 
     def _remove(self, key: int) -> _Entry | None:
-        """Takes an entry out of the books and returns it: the caller drops it."""
+        """Takes an entry out of the books and returns it, or more, for the caller to drop."""
         if self._changing is not None:
             self._mend()
         if key not in self._entries:

@@ -25,6 +25,8 @@ from multimodal_cache.stats import CacheStats
 
 logger = logging.getLogger(__name__)
 
+_IN_HOST_ALONE = "an embedding of %d bytes is in host memory alone: %s"
+
 
 class TieredCache(MultiModalStaticCache):
     """A ``MultiModalStaticCache`` on the device, with host memory behind it.
@@ -73,7 +75,8 @@ class TieredCache(MultiModalStaticCache):
     only after a synchronisation.
 
     Threads, signals and ownership are as in the plain class; both tiers have one lock, and a hit on
-    the device takes none.
+    the device takes none. What leaves the device to make room, also for what ``get`` brings back,
+    is dropped under the lock.
 
     Attributes:
         host: The host memory, a ``MultiModalStaticCache``; for reading only. The hits and misses of
@@ -106,8 +109,6 @@ class TieredCache(MultiModalStaticCache):
         super().__init__(max_size, copy=copy)
         self.host: MultiModalStaticCache = _HostMemory(self, host_size, on_evict)
         self._require_room_behind(self._max_size)
-        self._warned_of_size = True  # of what the host refuses, it warns
-        self._warned_of_copies = False
 
     @property
     def generation(self) -> int:
@@ -198,91 +199,95 @@ class TieredCache(MultiModalStaticCache):
     def _admit(
         self, entry: _Entry, replacements: Replacements, generation: int | None, evicted: _Evicted
     ) -> bool:
-        result, key, size, items, _ = entry
+        result, key, _, items, _ = entry
         origin = _Origin()
         nbytes, copies = plan_ownership(result, copy_all=True, copier=origin.plan_host_copy)
         leaving: _Evicted = None if self.host._on_evict is None else []
-        lacking = ""
+        why_not = ""
         try:
             with self._lock:
                 self._mend()
                 kept = (result, key, nbytes, items, origin)
                 stored = self.host._admit(kept, copies, generation, leaving)
-                if stored:
-                    lacking = self._follow(entry, replacements, origin)
+                left = self._generation
+                held = self.host._entries.get(key)
+                if stored and held is not None:  # else a finalizer has freed it
+                    if held[4] is not origin:  # it was there before, and keeps its value
+                        entry, replacements = _entry_to_bring_back(held)
+                    try:
+                        why_not = self._stay(entry, replacements, left)
+                    except _OutOfMemoryError as error:
+                        why_not = str(error)
+                here = key in self.host._entries
         finally:
             if leaving:
                 self.host._report(leaving)
-        if not stored:
+        if stored is None:
             self.host._warn_of_size(nbytes)
-        elif lacking:
-            logger.warning("an embedding of %d bytes is in host memory alone: %s", size, lacking)
-        elif size > self._max_size > 0 and not self._warned_of_copies:
-            self._warned_of_copies = True
-            logger.warning(
-                "an embedding of %d bytes stays in host memory alone, since it is larger than "
-                "max_size, %d bytes: each hit of such an embedding copies it; this is said once",
-                size,
-                self._max_size,
-            )
-        return stored
+        if why_not:
+            logger.warning(_IN_HOST_ALONE, entry[2], why_not)
+        return bool(stored and here)
 
     def _look_up(self, key: int | None, items: _Items) -> EmbeddingResult | None:
         host = self.host
         with self._lock:
             self._mend()
+            left = self._generation
             held = host._entries.get(key)  # type: ignore[arg-type]  # None is in no dict of ints
             differs = held is not None and _are_known_to_differ(held[3], items)
-            lacking = ""
+            found, why_not = None, ""
             if held is not None and not differs:
                 if key in self._entries:
                     return super()._look_up(key, items)
-                found, lacking = self._bring_back(held)
-                if found is not None:
-                    next(host._hits_to_come)
-                    try:
-                        host.mm_cache.move_to_end(held[1])
-                    except KeyError:
-                        pass  # a finalizer has freed the entry since
-                    return found
-            host._misses += 1
-            host._collisions += differs
-        if lacking:
-            logger.warning("an embedding in host memory can't be copied back: %s", lacking)
-        return None
+                found, why_not = self._bring_back(held, left)
+            if found is None:
+                host._misses += 1
+                host._collisions += differs
+            else:
+                next(host._hits_to_come)
+                try:
+                    host.mm_cache.move_to_end(key)  # type: ignore[arg-type]
+                except KeyError:
+                    pass  # a finalizer has freed the entry since
+        if why_not:
+            nbytes = held[4].nbytes  # type: ignore[index]  # it was to be brought back
+            logger.warning(_IN_HOST_ALONE, nbytes, why_not)
+        return found
 
     # What leaves the host leaves the device, so what was taken from the host before something left
-    # it may not be put on the device after: `_generation` counts what has left.
+    # it may not be put on the device after: `_generation` counts what has left. It is read before
+    # the host is, since the garbage collector can run finalizers in between.
 
-    def _follow(self, entry: _Entry, replacements: Replacements, origin: _Origin) -> str:
-        """Puts on the device what ``set`` has put into the host, or found there."""
-        held = self.host._entries.get(entry[1])
-        if held is None:
-            return ""  # a finalizer has freed it
-        if held[4] is not origin:  # it was there before, and keeps its value
-            entry, replacements = _entry_to_bring_back(held)
-        return self._stay(entry, replacements)
-
-    def _stay(self, entry: _Entry, replacements: Replacements) -> str:
-        """Puts on the device what the host has, if it fits; says so if memory ran out."""
+    def _stay(self, entry: _Entry, replacements: Replacements, left: int) -> str:
+        """Puts on the device what the host has, if it fits; else says why not, at most once."""
         use = functools.partial(self.host.mm_cache.move_to_end, entry[1])
-        try:
-            super()._admit((*entry[:4], use), replacements, self._generation, None)
-        except _OutOfMemoryError as error:
-            return str(error)
-        return ""
+        stored = super()._admit((*entry[:4], use), replacements, left, None)
+        if stored is not None or self._warned_of_size or not entry[2] > self._max_size > 0:
+            return ""
+        self._warned_of_size = True
+        return (
+            f"it is larger than max_size, {self._max_size} bytes, so each hit of such an "
+            "embedding copies it; this is said once"
+        )
 
-    def _bring_back(self, held: _Entry) -> tuple[EmbeddingResult | None, str]:
-        """Returns the copy on the device of what the host has; or None, and why there is none."""
+    def _bring_back(self, held: _Entry, left: int) -> tuple[EmbeddingResult | None, str]:
+        """Returns the copy on the device of what the host has, if there is memory for one.
+
+        And what is to be said when the lock is released.
+        """
         entry, replacements = _entry_to_bring_back(held)
-        self._stay(entry, replacements)
+        why_not = ""
+        try:
+            why_not = self._stay(entry, replacements, left)
+        except _OutOfMemoryError:
+            pass  # there may be some yet, now that room was made
         on_device = self._entries.get(entry[1])
         if on_device is not None:
-            return on_device[0], ""
+            return on_device[0], why_not
         try:
-            return self._own(entry, replacements)[0], ""
+            return self._own(entry, replacements)[0], why_not
         except _OutOfMemoryError as error:
-            return None, str(error)
+            return None, f"it can't be copied back: {error}"
 
 
 class _HostMemory(MultiModalStaticCache):
@@ -307,9 +312,7 @@ class _HostMemory(MultiModalStaticCache):
             return None
         entry = self._entries[key]
         self._changing = key
-        on_device = self._leave_device(
-            key
-        )  # kept until the end, since to drop it can run finalizers
+        on_device = self._leave_device(key)
         if self._changing is not None:  # else one has run nevertheless, and mended
             del self.mm_cache[key]
             if entry[3] is not None:
@@ -318,8 +321,7 @@ class _HostMemory(MultiModalStaticCache):
             self._current_size -= entry[2]
             self._room += entry[2] * (key in self._leased)
             self._changing = None
-        del on_device
-        return entry
+        return (*entry[:4], (entry[4], on_device))
 
     def _undo(self) -> None:
         on_device = self._leave_device(self._changing)
@@ -345,6 +347,9 @@ class _Origin:
     def __init__(self) -> None:
         self.nbytes = 0
         self.replacements: Replacements = {}
+
+    def __call__(self) -> None:
+        """Does what else a hit in host memory does: nothing."""
 
     def plan_host_copy(self, tensor: torch.Tensor) -> tuple[int, Callable[[], torch.Tensor]]:
         """Plans a copy in host memory: a ``Copier``."""
