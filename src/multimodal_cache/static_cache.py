@@ -379,12 +379,6 @@ class MultiModalStaticCache(MultimodalCache):
         evicted: _Evicted = None if self._on_evict is None else []
         try:
             with self._lock:
-                self._mend()
-                leased = self._max_size - self._room
-                if max_size < leased:
-                    raise ValueError(
-                        f"max_size must be {leased} or more, the bytes leased, got {max_size}"
-                    )
                 self._shrink(max_size, evicted)
                 self._changing = _NO_KEY
                 self._room += max_size - self._max_size
@@ -685,8 +679,16 @@ class MultiModalStaticCache(MultimodalCache):
             self._mend()
 
     def _shrink(self, size: int, evicted: _Evicted) -> None:
-        """Evicts until the rest fits into a size, or nothing is left that isn't leased."""
-        while self._current_size > size and self._current_size > self._max_size - self._room:
+        """Evicts until the rest fits into a size; what is leased must, in every turn."""
+        while True:
+            if self._changing is not None or self._ended:
+                self._mend()
+                continue
+            leased = self._max_size - self._room
+            if leased > size:
+                raise ValueError(f"max_size must be {leased} or more, the bytes leased, got {size}")
+            if self._current_size <= size:
+                return
             self._evict_oldest(evicted)
 
     def _evict_oldest(self, evicted: _Evicted) -> None:
