@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections import deque
 from typing import Protocol
 
-Ended = tuple[int, tuple[int, ...]]
-"""A lease that is over, for the cache to heed: its number and its keys."""
-
-_numbers = itertools.count()
+Ended = tuple[object, tuple[int, ...]]
+"""A lease that is over, for the cache to heed: what stands for it, and its keys."""
 
 
 class _Tier(Protocol):
@@ -19,7 +16,7 @@ class _Tier(Protocol):
     _ended: deque[Ended]
 
     def _settle(self) -> None: ...
-    def _hold(self, key: int, number: int) -> None: ...
+    def _hold(self, key: int, lease: object) -> None: ...
 
 
 class Lease:
@@ -36,7 +33,7 @@ class Lease:
 
     def __init__(self, mm_hashes: tuple[int, ...], tiers: tuple[_Tier, ...]) -> None:
         self.mm_hashes = mm_hashes
-        self._end = (next(_numbers), mm_hashes)
+        self._end = (object(), mm_hashes)  # not itself: the cache must not keep it alive
         self._tiers = tiers
 
     def _hold(self) -> None:
@@ -47,9 +44,10 @@ class Lease:
 
     def release(self) -> None:
         """Makes the entries the most recent ones, and lets them go; a second time does nothing."""
-        tiers, self._tiers = self._tiers, ()
-        for tier in tiers:
+        tiers = self._tiers
+        for tier in tiers:  # first: if it is interrupted, the finalizer does it again
             tier._ended.append(self._end)
+        self._tiers = ()
         for tier in tiers:
             tier._settle()
 

@@ -150,7 +150,7 @@ class MultiModalStaticCache(MultimodalCache):
         self._current_size = 0
         self._changing: complex | None = None  # a key that isn't in all the tables, for a moment
         self._max_size = as_size("max_size", max_size)
-        self._leased: dict[int, set[int]] = {}  # by key, the numbers of its leases
+        self._leased: dict[int, set[object]] = {}  # by key, what stands for its leases
         self._ended: deque[Ended] = deque()  # leases whose end is still to be heeded
         self._room = self._max_size  # what isn't leased
         self._copy = copy
@@ -632,16 +632,16 @@ class MultiModalStaticCache(MultimodalCache):
         self._room = self._max_size - leased
         self._changing = None
 
-    def _hold(self, key: int, number: int) -> None:
-        """Takes what is under a key, for a lease of this number, out of what may be evicted."""
-        numbers = {number}
+    def _hold(self, key: int, lease: object) -> None:
+        """Takes what is under a key out of what may be evicted, until this lease ends."""
+        leases = {lease}
         if self._changing is not None:
             self._undo()
         if key in self._leased:
-            self._leased[key].add(number)
+            self._leased[key].add(lease)
             return
         self._changing = _NO_KEY
-        self._leased[key] = numbers
+        self._leased[key] = leases
         if key in self._entries:
             self._room -= self._entries[key][2]
         self._changing = None
@@ -649,19 +649,19 @@ class MultiModalStaticCache(MultimodalCache):
     def _end_leases(self) -> None:
         """Heeds the leases that are over. If it is broken off, the next one begins it again."""
         while self._ended:
-            lease = self._ended[0]
-            for key in lease[1]:
-                self._let_go(key, lease[0])
-            if self._ended and self._ended[0] is lease:  # else a finalizer was faster
+            ended = self._ended[0]
+            for key in ended[1]:
+                self._let_go(key, ended[0])
+            if self._ended and self._ended[0] is ended:  # else a finalizer was faster
                 self._ended.popleft()
 
-    def _let_go(self, key: int, number: int) -> None:
+    def _let_go(self, key: int, lease: object) -> None:
         """Ends one lease of a key; what nobody leases any more becomes the most recent."""
-        numbers = self._leased.get(key, set())
-        numbers.discard(number)
+        leases = self._leased.get(key, set())
+        leases.discard(lease)
         if self._changing is not None:
             self._undo()
-        if numbers or key not in self._leased or self._leased[key] is not numbers:
+        if leases or key not in self._leased or self._leased[key] is not leases:
             return
         self._changing = _NO_KEY
         del self._leased[key]
