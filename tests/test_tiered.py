@@ -7,8 +7,8 @@ import copy
 import gc
 import logging
 import pickle
+import random
 import re
-import threading
 import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
@@ -867,3 +867,375 @@ def test_nothing_is_logged_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> No
         ("on_evict failed for the key 0x4", False),
         ("an embedding of 40 bytes was not cached", False),
     ]  # fmt: skip
+
+
+# Calling back: what is dropped may run a finalizer that uses the cache, and so may the garbage
+# collector at any allocation, such as that of a copy
+
+
+def tracked(call: Callable[[], object], size: int = 10) -> EmbeddingResult:
+    """A result that makes a call when it is dropped."""
+    value = full_of(0, size)
+    weakref.finalize(value.embedding, call).atexit = False
+    return value
+
+
+def stay_consistent(cache: TieredCache) -> None:
+    cache.check()
+    assert set(keys(cache)) <= set(keys(cache.host))
+    assert recount(cache) == cache.current_size <= cache.max_size
+    assert recount(cache.host) == cache.host.current_size <= cache.host.max_size
+
+
+@contextmanager
+def meddling_copies(
+    monkeypatch: pytest.MonkeyPatch, meddle: Callable[[], object]
+) -> Iterator[list[str]]:
+    """Makes a call once while a copy is made: in the middle, as the collector may."""
+    made: list[str] = []
+    real = tiered.copy_out
+
+    def copy_out(*arguments: Any) -> torch.Tensor:
+        copied = real(*arguments)
+        made.append("copy")
+        if len(made) == 1:
+            meddle()
+        return copied
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tiered, "copy_out", copy_out)
+        yield made
+
+
+MEDDLING: dict[str, Callable[[TieredCache], object]] = {
+    "clear": lambda cache: cache.clear(),
+    "free": lambda cache: cache.free(1),
+    "free another": lambda cache: cache.free(2),
+    "set": lambda cache: cache.set(1, full_of(8)),
+    "set another": lambda cache: cache.set(8, full_of(8)),
+    "free and set": lambda cache: (cache.free(1), cache.set(1, full_of(8))),
+    "clear and set": lambda cache: (cache.clear(), cache.set(1, full_of(8))),
+    "set what fills the host": lambda cache: cache.set(8, full_of(8, 30)),
+    "get_single": lambda cache: cache.get_single(1),
+    "get_single of another": lambda cache: cache.get_single(2),
+    "resize": lambda cache: cache.resize(0),
+    "check": lambda cache: cache.check(),
+}
+
+
+@pytest.mark.parametrize("name", MEDDLING)
+@pytest.mark.parametrize("call", ["get_single", "set", "set of another"])
+def test_a_call_while_a_copy_is_made(name: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = two_tiers(40, 120, 1, 2)
+    clears: list[int] = []
+
+    def meddle() -> None:
+        MEDDLING[name](cache)
+        cache.check()
+        clears.append(cache.generation)
+
+    with meddling_copies(monkeypatch, meddle) as made:
+        if call == "get_single":
+            assert number_of(cache.get_single(1)) == 1
+        elif call == "set":
+            assert cache.set(1, full_of(9)) is (1 in cache)
+        else:
+            assert cache.set(3, full_of(3)) is (3 in cache)
+    assert made
+    stay_consistent(cache)
+    numbers_held = [number_of(value) for value in cache.mm_cache.values()]
+    behind = [number_of(cache.host.mm_cache[key]) for key in cache.mm_cache]
+    assert numbers_held == behind
+    if "clear" in name:
+        assert clears == [1]
+        assert set(numbers_held) <= {3, 8, 9}, "it was there before the clear"
+
+
+def test_what_was_taken_from_the_host_before_a_clear_is_not_on_the_device_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = two_tiers(40, 120, 1, 2)
+    with meddling_copies(monkeypatch, cache.clear) as made:
+        assert number_of(cache.get_single(1)) == 1
+    assert len(made) == 2  # one for the device, which is refused, and one for this call alone
+    assert (keys(cache), keys(cache.host)) == ([], [])
+    assert cache.stats().host_hits == 1
+    cache.check()
+
+
+def test_not_even_if_the_key_is_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = two_tiers(40, 120, 1, 2)
+
+    def replace() -> None:
+        cache.clear()
+        cache.set(1, full_of(8, 20))  # in the host alone
+
+    with meddling_copies(monkeypatch, replace):
+        assert number_of(cache.get_single(1)) == 1
+    assert (keys(cache), keys(cache.host)) == ([], [1])
+    assert number_of(cache.get_single(1)) == 8
+    cache.check()
+
+
+def test_a_lookup_is_not_answered_with_another_list_that_came_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = two_tiers(40, 120, ONE, 2)
+    with meddling_copies(monkeypatch, lambda: cache.set(OTHER, full_of(8))):
+        assert number_of(cache.get([5])) == ONE % 1000
+    assert cache.get([5]) is None
+    assert number_of(cache.get([5 + WRAP])) == 8
+    cache.check()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_clear_between_the_look_at_the_host_and_the_device(again: bool) -> None:
+    """The garbage collector may run there, since what brings an entry back is allocated."""
+    cache = two_tiers(40, 120, 1, 2)
+
+    class Clearing(dict[int, Any]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            found = super().get(key, default)
+            cache.host._entries = entries
+            entries.update(self)
+            cache.clear()
+            if again:
+                cache.set(1, full_of(8, 20))
+            return found
+
+    entries: dict[int, Any] = {}
+    cache.host._entries = Clearing(cache.host._entries)
+    assert number_of(cache.get_single(1)) == 1
+    assert (keys(cache), keys(cache.host)) == ([], [1] if again else [])
+    cache.check()
+
+
+@pytest.mark.parametrize("name", MEDDLING)
+@pytest.mark.parametrize("tier", ["device", "both"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda cache: cache.set(3, full_of(3)),
+        lambda cache: cache.set(3, full_of(3, 30)),
+        lambda cache: cache.set(OTHER, full_of(7)),
+        lambda cache: cache.get_single(2),
+        lambda cache: cache.resize(0),
+        lambda cache: cache.free(ONE),
+        lambda cache: cache.clear(),
+    ],
+)
+def test_a_call_while_something_is_dropped(
+    call: Callable[[TieredCache], object], tier: str, name: str
+) -> None:
+    cache = TieredCache(40, 120)
+    calls: list[str] = []
+
+    def finalize() -> None:
+        calls.append(name)
+        if len(calls) == 1:
+            MEDDLING[name](cache)
+        stay_consistent(cache)
+
+    for key in (1, 2):
+        cache.set(key, full_of(key))
+    cache.set(ONE, tracked(finalize))
+    if tier == "both":
+        copied = cache.host.mm_cache[ONE].embedding
+        weakref.finalize(copied, finalize).atexit = False
+        del copied
+    call(cache)
+    stay_consistent(cache)
+    if name == "clear" and calls:
+        held = {number_of(value) for value in cache.mm_cache.values()}
+        assert held.isdisjoint({0, 1, 2}), "it was there before the clear"
+    cache.clear()
+    assert len(calls) == (2 if tier == "both" else 1)
+    stay_consistent(cache)
+
+
+def test_a_finalizer_that_clears_beats_a_bring_back() -> None:
+    """What makes room for the copy is dropped, and clears: nothing old is there afterwards."""
+    cache = TieredCache(40, 120)
+    cache.set(1, full_of(1))
+    cache.set(2, tracked(cache.clear))
+    assert number_of(cache.get_single(1)) == 1
+    assert (keys(cache), keys(cache.host), cache.generation) == ([], [], 1)
+    assert cache.stats().host_hits == 1
+    cache.check()
+
+
+def test_a_set_whose_entry_a_finalizer_clears_says_so() -> None:
+    cache = TieredCache(40, 120)
+    cache.set(1, tracked(cache.clear))
+    assert cache.set(2, full_of(2)) is False
+    assert (keys(cache), keys(cache.host)) == ([], [])
+    assert cache.set(2, full_of(2)) is True
+
+
+def test_a_set_whose_entry_is_freed_before_it_is_on_the_device_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = two_tiers(40, 120, 1)
+    admit = cache.host._admit
+
+    def admit_and_free(*arguments: Any) -> Any:
+        stored = admit(*arguments)
+        cache.free(2)
+        return stored
+
+    monkeypatch.setattr(cache.host, "_admit", admit_and_free)
+    assert cache.set(2, full_of(2)) is False
+    assert (keys(cache), keys(cache.host)) == ([1], [1])
+    cache.check()
+
+
+def test_a_result_of_an_older_generation_is_refused_by_both() -> None:
+    cache = TieredCache(40, 40)
+    cache.set(1, tracked(cache.clear))
+    assert cache.set(2, full_of(2), generation=cache.generation) is False
+    assert (keys(cache), keys(cache.host)) == ([], [])
+
+
+@pytest.mark.parametrize("drop", [lambda cache: cache.free(1), lambda cache: cache.clear()])
+def test_what_is_freed_is_dropped_when_the_lock_is_released(
+    drop: Callable[[TieredCache], object],
+) -> None:
+    cache = TieredCache(40, 120)
+    held: list[bool] = []
+
+    def note() -> None:
+        held.append(cache._lock._is_owned())  # type: ignore[attr-defined]
+
+    cache.set(1, tracked(note))
+    weakref.finalize(cache.host.mm_cache[1].embedding, note).atexit = False
+    drop(cache)
+    assert held == [False, False]
+
+
+def test_what_leaves_is_dropped_in_both() -> None:
+    cache = TieredCache(40, 80)
+    watched = []
+    for key in (1, 2, 3):
+        value = full_of(key)
+        cache.set(key, value)
+        watched.append((weakref.ref(value.embedding), weakref.ref(cache.host.mm_cache[key])))
+        del value
+    assert [(one() is None, other() is None) for one, other in watched] == [
+        (True, True), (True, False), (False, False),
+    ]  # fmt: skip
+
+
+def test_a_dropped_cache_frees_both_tiers_at_once() -> None:
+    def fill() -> list[Callable[[], object]]:
+        cache = two_tiers(80, 120, 1, ONE, 2, on_evict=lambda *_: None)
+        cache.get_single(1)
+        cache.get([5])
+        held = [*cache.mm_cache.values(), *cache.host.mm_cache.values()]
+        return [weakref.ref(cache), weakref.ref(cache.host), *map(weakref.ref, held)]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert [left() for left in fill()] == [None] * 7
+    finally:
+        gc.enable()
+
+
+def test_host_memory_that_outlives_its_cache_still_works() -> None:
+    cache = two_tiers(40, 80, 1, 2)
+    host = cache.host
+    del cache
+    assert host.free(1)
+    host.clear()
+    assert (len(host), host.current_size) == (0, 0)
+    host.check()
+
+
+def test_finalizers_that_the_garbage_collector_runs_leave_the_books_right() -> None:
+    cache = TieredCache(100, 200)
+    rng = random.Random(0)
+    actions: list[Callable[[], object]] = [
+        lambda: cache.clear(),
+        lambda: cache.free(rng.randrange(9)),
+        lambda: cache.set(rng.randrange(9), full_of(1, rng.randrange(1, 30))),
+        lambda: cache.resize(rng.choice([50, 100])),
+        lambda: cache.get_single(rng.randrange(9)),
+    ]
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+            weakref.finalize(self, rng.choice(actions)).atexit = False
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for _ in range(1000):
+            Cycle()
+            cache.set(rng.randrange(9), EmbeddingResult(embedding=torch.zeros(60)[:20]))
+            cache.get([rng.randrange(9)])
+            cache.get_single(rng.randrange(9))
+            cache.resize(rng.choice([50, 100]))
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    stay_consistent(cache)
+
+
+# Around a CachedEncoder
+
+
+def encoder_of(
+    max_size: int, host_size: int, **options: Any
+) -> tuple[TieredCache, EncoderOfNumbers, CachedEncoder[Any]]:
+    cache, encode = TieredCache(max_size, host_size), EncoderOfNumbers(tokens=10)
+    return cache, encode, CachedEncoder(cache, encode, key=int, **options)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_images_that_left_the_device_are_not_encoded_again(asynchronous: bool) -> None:
+    cache, encode, encoder = encoder_of(80, 400)
+
+    def call(features: list[int]) -> list[float]:
+        if asynchronous:
+            return numbers(asyncio.run(encoder.encode_async(features)))
+        return numbers(encoder(features))
+
+    images = list(range(10))
+    assert call(images) == images
+    assert (len(keys(cache)), len(cache)) == (2, 10)
+    assert call(images[::-1]) == images[::-1]
+    assert call([3, 99, 5]) == [3, 99, 5]
+    assert encode.calls == [images, [99]]
+    stats = encoder.stats()
+    assert (stats.hits, stats.encoded) == (12, 11)
+    assert cache.stats().host_hits == 10
+    cache.check()
+
+
+def test_an_entry_of_another_length_is_dropped_from_both() -> None:
+    cache, encode, encoder = encoder_of(40, 400)
+    encoder([1, 2], num_tokens=[10, 10])
+    encode.tokens = 7
+    assert numbers(encoder([1], num_tokens=[7])) == [1]
+    assert encoder.stats().row_mismatches == 1
+    assert cache.host.mm_cache[1].embedding.shape == (7, 1)
+    assert numbers(encoder([1], num_tokens=[7])) == [1]
+    assert encode.calls == [[1, 2], [1]]
+    cache.check()
+
+
+def test_what_was_encoded_before_a_clear_is_in_neither_tier() -> None:
+    cache = TieredCache(80, 400)
+
+    def encode(features: list[int]) -> torch.Tensor:
+        if features == [1]:
+            cache.clear()
+        return torch.full((len(features), 10, 1), float(features[0]))
+
+    encoder = CachedEncoder(cache, encode, key=int)
+    encoder([2])
+    assert numbers(encoder([1])) == [1]
+    assert (keys(cache), keys(cache.host)) == ([], [])
+    assert numbers(encoder([2])) == [2]
+    assert keys(cache.host) == [2]
