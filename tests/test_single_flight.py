@@ -30,10 +30,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import EncoderOfNumbers, numbers
 
-from multimodal_cache import CachedEncoder, EmbeddingResult, MultiModalStaticCache
+from multimodal_cache import CachedEncoder, EmbeddingResult, MultiModalStaticCache, _calls
 from multimodal_cache._calls import Batch, Call
 from multimodal_cache._flights import Flights
-from multimodal_cache._gate import Gate
+from multimodal_cache._gate import Gate, require_no_running_loop
 from multimodal_cache._turns import Turns
 
 # Threads
@@ -306,6 +306,34 @@ def test_a_synchronous_call_on_a_running_loop_that_would_wait_is_an_error() -> N
         return encoder([1])
 
     assert numbers(asyncio.run(hit())) == [1]
+
+
+def test_a_synchronous_call_on_a_running_loop_waits_for_no_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And those who wait for what it has claimed encode that themselves."""
+    others: list[Future[Any]] = []
+
+    def when_another_waits() -> None:
+        if not others:
+            others.append(run(encoder, [2]))
+            joined(encoder)
+        require_no_running_loop()
+
+    monkeypatch.setattr(_calls, "require_no_running_loop", when_another_waits)
+
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match="await encode_async"):
+            encoder([2])
+
+    with gated(max_concurrency=1) as (encoder, encode, run):
+        first = run(encoder, [1])
+        wait_for(encode.begun)
+        run(asyncio.run, main()).result(LIMIT)
+        encode.gate.set()
+        assert numbers(first.result(LIMIT) + others[0].result(LIMIT)) == [1, 2]
+    assert (encoder._flights.by_key, encoder.stats().failures) == ({}, 0)
+    assert encoder._gate._turns._free == 1
 
 
 def test_a_callback_of_the_cache_that_calls_the_encoder_does_not_hang() -> None:

@@ -15,7 +15,7 @@ import torch
 
 from multimodal_cache._calls import Batch, Call
 from multimodal_cache._flights import Flights
-from multimodal_cache._gate import Gate
+from multimodal_cache._gate import Gate, require_no_running_loop
 from multimodal_cache._modes import Modes
 from multimodal_cache.base import MultimodalCache, as_int, ordered_items, single_key
 from multimodal_cache.keys import hash_feature
@@ -139,11 +139,12 @@ class CachedEncoder:
             TypeError: An argument is of the wrong type, or ``encode`` is a coroutine function.
             ValueError: The arguments differ in length, or what ``encode`` returned has the
                 wrong type, number or shape. Nothing of it is cached.
-            RuntimeError: The call would have to wait where that might never end: inside
-                ``encode`` of this encoder, or on a thread whose event loop is running. Inside is
-                what runs on its thread or in its task, or in a task that it awaits directly. (It
-                must not wait in another way, as by ``asyncio.gather``, for a call that wants what
-                it encodes: that isn't noticed, and hangs.) Or the encoder is closed.
+            RuntimeError: The call would have to wait, for what another one encodes or for its
+                turn, where that might never end: inside ``encode`` of this encoder, or on a
+                thread whose event loop is running. Inside is what runs on its thread or in its
+                task, or in a task that it awaits directly. (It must not wait in another way, as
+                by ``asyncio.gather``, for a call that wants what it encodes, or needs a turn:
+                that isn't noticed, and hangs.) Or the encoder is closed.
             Exception: What ``encode`` raised, here or, if it encoded nothing but a key that
                 this call waited for, elsewhere: then in an error of this call's own, also where
                 the first caller's feature was at fault. Failures aren't remembered.
@@ -161,7 +162,7 @@ class CachedEncoder:
                 for want, flight in call.awaited:
                     if not flight.landed.done():
                         self._gate.require_outside()
-                        _require_no_running_loop()
+                        require_no_running_loop()
                     call.take(want, flight, flight.landed.result())
         finally:
             call.abandon()
@@ -298,7 +299,7 @@ class CachedEncoder:
         return task
 
 
-# Arguments, and event loops
+# Arguments
 
 
 def _require_cache(cache: Any, encode: Any) -> None:
@@ -354,16 +355,4 @@ def _is_coroutine_function(function: Any) -> bool:
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004  # of an object, maybe
-    )
-
-
-def _require_no_running_loop() -> None:
-    """Refuses to wait on a thread whose event loop would stand still meanwhile."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    raise RuntimeError(
-        "a synchronous call on the thread of a running event loop would have to wait for "
-        "an image that is being encoded: await encode_async(...) instead"
     )
