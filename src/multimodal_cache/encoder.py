@@ -45,17 +45,18 @@ class CachedEncoder:
             distinct key once, in first-seen order: around a model that takes a batch, pass
             ``lambda images: model(torch.stack(images))``. It returns their embeddings:
 
-            - a list or tuple with one tensor for each feature, all of one rank and hidden size.
-              The first dimensions are flattened to ``[tokens, hidden]``; ``[hidden]`` is one row;
+            - a list or tuple with one tensor for each feature, all of one rank and hidden size,
+              and all of floats or none. The first dimensions are flattened to
+              ``[tokens, hidden]``; ``[hidden]`` is one row;
             - one tensor ``[features, tokens, hidden]``;
             - one tensor ``[features, hidden]``, of one row each, where ``num_tokens`` isn't given;
             - or one tensor ``[tokens of all features, hidden]``, which is cut by ``num_tokens``;
               for one feature that isn't needed. There ``num_tokens`` is trusted: only its sum
               can be checked.
 
-            Return the embeddings alone. A named tuple or a mapping, such as the output of a
-            model of ``transformers``, is refused; a plain tuple of as many things of one shape as
-            there are features can't be told from their embeddings.
+            Return the embeddings alone. A named tuple or a mapping, such as the output of
+            ``torch.max`` or of a model of ``transformers``, is refused; a plain tuple of as many
+            things of one shape as there are features can't be told from their embeddings.
 
             It runs under ``torch.no_grad()``, on several threads at once for different images: it
             must allow that, or ``max_concurrency`` be 1. Autocast and the like have no part in a
