@@ -783,17 +783,34 @@ def test_a_synchronous_call_with_a_coroutine_function_is_an_error() -> None:
 
 def modes() -> dict[str, Any]:
     return {
-        "autocast": torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "dtypes": [torch.get_autocast_dtype(device) for device in ("cpu", "cuda")],
+        "cache": torch.is_autocast_cache_enabled(),
         "device": torch.get_default_device(),
         "inference": torch.is_inference_mode_enabled(),
         "grad": torch.is_grad_enabled(),
     }
 
 
+@contextlib.contextmanager
+def autocast_dtype(device: str, dtype: torch.dtype) -> Iterator[None]:
+    """Sets what autocast takes, and doesn't enable it."""
+    before = torch.get_autocast_dtype(device)
+    torch.set_autocast_dtype(device, dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_dtype(device, before)
+
+
 @pytest.mark.parametrize(
     "mode",
     [
         contextlib.nullcontext,
+        lambda: autocast_dtype("cpu", torch.float16),
+        lambda: autocast_dtype("cuda", torch.bfloat16),
+        lambda: torch.autocast("cpu", enabled=False, cache_enabled=False),
+        lambda: torch.autocast("cpu", cache_enabled=False),
         lambda: torch.autocast("cpu", dtype=torch.bfloat16),
         lambda: torch.autocast("cpu", dtype=torch.float16),
         torch.inference_mode,
@@ -962,6 +979,19 @@ def test_an_encode_from_inside_through_asyncio_needs_no_turn(nested: Any) -> Non
     asyncio.run(call())
     assert 1 in cache
     assert 2 in cache
+
+
+def test_an_encode_from_inside_through_asyncio_needs_no_thread_that_others_have() -> None:
+    def encode(features: list[int]) -> torch.Tensor:
+        for feature in features:
+            if feature:
+                limited(encoder.encode_async([feature - 1]))
+        return EncoderOfNumbers()(features)
+
+    with CachedEncoder(MultiModalStaticCache(10_000), encode, key=int) as encoder:
+        encoder._executor = ThreadPoolExecutor(1)
+        assert numbers(limited(encoder.encode_async([3]))) == [3]
+        assert encoder.stats().encoded == 4
 
 
 def test_who_is_interrupted_while_it_waits_for_its_turn_takes_none() -> None:

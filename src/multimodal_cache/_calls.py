@@ -127,10 +127,11 @@ class Batch:
 
     Attributes:
         claimed: What hasn't landed.
+        nested: Its call is inside ``encode``.
     """
 
     def __init__(self, flights: Flights, gate: Gate) -> None:
-        self._nested = gate.is_inside()  # asked here: another thread or task may encode
+        self.nested = gate.is_inside()  # asked here: another thread or task may encode
         self._flights = flights
         self._gate = gate
         self.claimed: list[Claim] = []
@@ -151,7 +152,7 @@ class Batch:
         """
         if not self.claimed:
             return
-        with self._landed_whatever_happens(), self._gate.turn(nested=self._nested) as turn:
+        with self._landed_whatever_happens(), self._gate.turn(nested=self.nested) as turn:
             if not turn.done():
                 self._require_no_running_loop()
             turn.result()
@@ -170,7 +171,7 @@ class Batch:
 
     async def encode_async(self, encode: Callable[[list[Any]], Any]) -> None:
         """The same for an ``encode`` that is a coroutine function."""
-        with self._landed_whatever_happens(), self._gate.turn(nested=self._nested) as turn:
+        with self._landed_whatever_happens(), self._gate.turn(nested=self.nested) as turn:
             if not turn.done():
                 await asyncio.wrap_future(turn)
             with self._gate.inside(current_task()):

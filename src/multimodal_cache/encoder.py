@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import functools
 import inspect
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn, SupportsIndex, TypeAlias, TypeVar
@@ -73,7 +74,8 @@ class CachedEncoder:
         max_concurrency: How many calls of ``encode`` may run at once, from threads and tasks
             together; the others wait for their turn, in order. By default there is no limit but
             that of the threads that ``encode_async`` has for a plain ``encode``, which is
-            ``min(32, os.cpu_count() + 4)``. An ``encode`` inside another one is a part of that.
+            ``min(32, os.cpu_count() + 4)``. An ``encode`` inside another one is a part of that,
+            and has a thread beyond those if it needs one.
 
     An encoder can be neither pickled nor copied. ``close()``, or the end of its ``with`` block,
     ends its threads.
@@ -113,6 +115,8 @@ class CachedEncoder:
         self._tasks: set[asyncio.Task[None]] = set()
         # Not that of the loop, which may be full of synchronous calls that wait for a flight.
         self._executor = ThreadPoolExecutor(thread_name_prefix="CachedEncoder")
+        # For encodes inside of others, which may have all of those threads and wait for these.
+        self._nested_executor = ThreadPoolExecutor(sys.maxsize, "CachedEncoder")
 
     def __call__(
         self,
@@ -180,8 +184,9 @@ class CachedEncoder:
         Keys are made in a worker thread of the event loop. A plain ``encode`` runs in a thread of
         the encoder's own, under the autocast, inference mode and default device that the caller
         had when the call began, and with its context variables; but with that thread's current
-        CUDA device and stream, and without the caller's ``TorchFunctionMode`` and
-        ``TorchDispatchMode``. A coroutine function runs on the loop, under what is set there.
+        CUDA device and stream, and without whatever else torch keeps by thread: the caller's
+        ``TorchFunctionMode`` and ``TorchDispatchMode``, hooks of saved tensors, whether forward
+        AD is enabled. A coroutine function runs on the loop, under what is set there.
         Waiting takes no thread. Cancelling the task doesn't cancel an ``encode`` that was begun:
         it finishes, and its embeddings are cached. A loop that is closed with such a task in it,
         uncancelled, leaves its keys claimed for ever.
@@ -231,7 +236,8 @@ class CachedEncoder:
                 inside it. One that is a coroutine function is left to its loop.
         """
         self._gate.closed = True
-        self._executor.shutdown(wait=wait and not self._gate.is_inside())
+        for executor in (self._executor, self._nested_executor):
+            executor.shutdown(wait=wait and not self._gate.is_inside())
 
     def __enter__(self) -> CachedEncoder:
         return self
@@ -292,7 +298,8 @@ class CachedEncoder:
         if not self._is_async:
             run = contextvars.copy_context().run
             loop = asyncio.get_running_loop()
-            return loop.run_in_executor(self._executor, run, batch.encode, self._encode, modes)
+            executor = self._nested_executor if batch.nested else self._executor
+            return loop.run_in_executor(executor, run, batch.encode, self._encode, modes)
         task = asyncio.ensure_future(batch.encode_async(self._encode))
         self._tasks.add(task)  # the loop itself would let go of it
         task.add_done_callback(self._tasks.discard)
