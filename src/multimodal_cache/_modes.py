@@ -12,7 +12,11 @@ import torch
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia")
+_AUTOCAST_DEVICES = [
+    device
+    for device in ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia")
+    if torch.amp.is_autocast_available(device)  # older torches raise for some
+]
 
 
 def _autocast(device: str) -> tuple[str, torch.dtype, bool, bool]:
