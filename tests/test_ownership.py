@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import sys
 import warnings
 import weakref
 from collections import Counter, OrderedDict, defaultdict, namedtuple
@@ -644,16 +645,163 @@ def test_what_is_no_result_is_named(value: Any, name: str) -> None:
         cache.set(1, value)
 
 
-def test_fields_may_contain_themselves_unless_they_must_be_rebuilt() -> None:
-    cache = MultiModalStaticCache(80)
-    value = Deepstack(embedding=torch.zeros(1), layers=[torch.zeros(2)])
-    value.layers.append(value.layers)  # type: ignore[arg-type]
+# Results that contain themselves
+
+
+class ListWithAttribute(list[Any]):
+    other: torch.Tensor
+
+
+@dataclass
+class Node:
+    parts: Any
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenNode:
+    parts: Any
+
+
+class Record:
+    """A result that is no dataclass."""
+
+    def __init__(self, embedding: torch.Tensor, parts: Any) -> None:
+        self.embedding = embedding
+        self.parts = parts
+
+
+def inside(value: Any) -> list[Any]:
+    """Returns what a container of those above holds."""
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if isinstance(value, Record):
+        return [value.embedding, value.parts]
+    return [value.parts] if isinstance(value, (Node, FrozenNode)) else []
+
+
+def graph(root: Any) -> dict[int, tuple[Any, list[Any]]]:
+    """Returns all that can be reached, each with what it holds, by id."""
+    found: dict[int, tuple[Any, list[Any]]] = {}
+    ahead = [root]
+    while ahead:
+        value = ahead.pop()
+        if id(value) not in found:
+            found[id(value)] = value, inside(value)
+            ahead += inside(value)
+    return found
+
+
+def must_be_copied(value: Any) -> bool:
+    """Whether a window on a larger storage can be reached."""
+    return any(
+        isinstance(part, torch.Tensor) and part.nbytes != part.untyped_storage().nbytes()
+        for part, _ in graph(value).values()
+    )
+
+
+def assert_twins(original: Any, twin: Any) -> None:
+    """They are one graph, in which all is shared that may be."""
+    twins, originals = {id(original): twin}, {id(twin): original}
+    for value, parts in graph(original).values():
+        copied = twins[id(value)]
+        assert (copied is value) is not must_be_copied(value)
+        assert type(copied) is type(value)
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(copied, value)
+            assert not must_be_copied(copied)
+        elif isinstance(value, dict):
+            assert list(copied) == list(value)
+        for part, its_twin in zip(parts, inside(copied), strict=True):
+            assert twins.setdefault(id(part), its_twin) is its_twin
+            assert originals.setdefault(id(its_twin), part) is part
+
+
+def set_parts(node: Any, parts: list[Any]) -> None:
+    if isinstance(node, dict):
+        node.update(enumerate(parts))
+    elif isinstance(node, list):
+        node.extend(parts)
+    else:
+        object.__setattr__(node, "parts", parts[0] if parts else None)
+
+
+@given(data=st.data())
+def test_a_result_is_copied_as_the_graph_that_it_is(data: st.DataObject) -> None:
+    batch = torch.arange(100.0)
+    some: list[Any] = [batch[:2], batch[2:4], torch.zeros(3), "a cat"]
+    makers: list[Callable[[], Any]] = [
+        dict, OrderedDict, list, ListWithAttribute, lambda: Node(None), lambda: FrozenNode(None),
+    ]  # fmt: skip
+    record = Record(data.draw(st.sampled_from(some[:3])), None)
+    nodes = [record, *(make() for make in data.draw(st.lists(st.sampled_from(makers), max_size=6)))]
+    some += nodes
+    for make in data.draw(st.lists(st.sampled_from([tuple, Pair._make, Twice]), max_size=4)):
+        some.append(make(data.draw(st.lists(st.sampled_from(some), min_size=2, max_size=2))))
+    for node in nodes:
+        set_parts(node, data.draw(st.lists(st.sampled_from(some), max_size=3)))
+    before = graph(record)
+
+    cache = MultiModalStaticCache(ROOMY)
+    assert cache.set(1, record)  # type: ignore[arg-type]
+    stored: Any = cache.get_single(1)
+    assert_twins(record, stored)
+    after = graph(record)
+    assert {key: list(map(id, parts)) for key, (_, parts) in after.items()} == {
+        key: list(map(id, parts)) for key, (_, parts) in before.items()
+    }
+    kept = {id(v): v for v, _ in graph(stored).values() if isinstance(v, torch.Tensor)}
+    assert cache.current_size == sum(v.untyped_storage().nbytes() for v in kept.values())
+
+
+@pytest.mark.parametrize("make", [Record, lambda e, parts: Deepstack(embedding=e, layers=parts)])
+def test_the_copy_of_a_result_that_contains_itself_contains_the_copy(make: Any) -> None:
+    value = make(torch.arange(100.0)[:10], [])
+    pair = (value, [])
+    pair[1].append(pair)
+    value.parent = {"results": [value], "pair": pair}
+    cache = MultiModalStaticCache(40)
     assert cache.set(1, value)
+    stored: Any = cache.get_single(1)
+    assert stored is not value
+    assert stored.parent["results"][0] is stored
+    assert stored.parent["pair"][0] is stored
+    assert stored.parent["pair"][1][0] is stored.parent["pair"]
+    assert value.parent["results"][0] is value
+    assert value.parent["pair"] is pair
+    assert cache.current_size == kept_bytes(stored.embedding) == 40
+
+
+def test_a_result_that_contains_itself_is_stored_as_it_is_if_nothing_must_be_copied() -> None:
+    value = Record(torch.zeros(1), [torch.zeros(2)])
+    value.parts.append(value)
+    cache = MultiModalStaticCache(12)
+    assert cache.set(1, value)  # type: ignore[arg-type]
+    assert cache.get_single(1) is value
     assert cache.current_size == 12
-    value.layers[0] = torch.zeros(9)[:2]
-    with pytest.raises(EmbeddingTypeError, match="but to copy it failed: RecursionError"):
-        cache.set(2, value)
-    assert keys(cache) == [1]
+
+
+def test_a_result_that_is_a_key_in_itself_is_refused() -> None:
+    value = Record(torch.arange(100.0)[:10], {})
+    value.parts[value] = 1
+    with pytest.raises(EmbeddingTypeError, match="still holds that tensor"):
+        MultiModalStaticCache(40).set(1, value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("nest", [lambda inner: [inner], lambda inner: (inner,)])
+def test_a_result_may_be_nested_deeper_than_calls_may(nest: Callable[[Any], Any]) -> None:
+    depth = 10 * sys.getrecursionlimit()
+    parts = torch.arange(100.0)[:10]
+    for _ in range(depth):
+        parts = nest(parts)
+    cache = MultiModalStaticCache(80)
+    assert cache.set(1, Record(torch.zeros(1), parts))  # type: ignore[arg-type]
+    stored: Any = cache.get_single(1)
+    found = stored.parts
+    for _ in range(depth):
+        (found,) = found
+    assert kept_bytes(found) == 40
 
 
 def test_containers_that_stand_often_are_looked_into_once_and_stay_shared() -> None:
@@ -674,10 +822,6 @@ class AttributeDict(dict[str, Any]):
     def __init__(self, **items: Any) -> None:
         super().__init__(items)
         self.__dict__ = self
-
-
-class ListWithAttribute(list[Any]):
-    other: torch.Tensor
 
 
 class CopiesAreSame(EmbeddingResult):
