@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import UNCOUNTABLE, kept_bytes, keys, recount, result
+from support import UNCOUNTABLE, filled, kept_bytes, keys, recount, result
 
 from multimodal_cache import EmbeddingResult, EmbeddingTypeError, MultiModalStaticCache
 from multimodal_cache._ownership import _plan_with_care, plan_ownership
@@ -580,6 +580,105 @@ def test_a_tensor_that_can_not_be_counted_is_refused(kind: str, key: int | None)
     assert cache.stats() == before
 
 
+class NoClone(torch.Tensor):
+    def clone(self, **options: Any) -> Any:
+        raise TypeError("it is only here")
+
+
+class NoDetach(torch.Tensor):
+    def detach(self) -> Any:
+        raise OSError("it is only here")
+
+
+class NoFunctions(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.clone, torch.Tensor.detach):
+            raise TypeError("it is only here")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class BecomesNumpy(torch.Tensor):
+    def clone(self, **options: Any) -> Any:
+        return np.zeros(len(self), np.float32)
+
+    detach = clone
+
+
+@pytest.mark.parametrize(
+    ("cls", "tensor", "message"),
+    [
+        (NoClone, torch.zeros(100)[:10], "failed: TypeError: it is only here"),
+        (NoClone, torch.zeros(100)[::10], "failed: TypeError: it is only here"),
+        (NoFunctions, torch.zeros(100)[:10], "failed: TypeError: it is only here"),
+        (BecomesNumpy, torch.zeros(100)[:10], "became ndarray"),
+        (NoDetach, torch.zeros(10, requires_grad=True), "failed: OSError: it is only here"),
+        (NoDetach, torch.zeros(99, requires_grad=True)[:10], "failed: OSError: it is only here"),
+        (NoFunctions, torch.zeros(10, requires_grad=True), "failed: TypeError: it is only here"),
+        (BecomesNumpy, torch.zeros(10, requires_grad=True), "became ndarray"),
+    ],
+)
+@pytest.mark.parametrize("make", [EmbeddingResult, lambda embedding: Record(embedding, ())])
+def test_a_tensor_whose_class_forbids_its_copy_is_refused_before_evictions(
+    make: Any, cls: type[torch.Tensor], tensor: torch.Tensor, message: str
+) -> None:
+    cache = filled(80, 1, 2)
+    before = cache.stats()
+    with pytest.raises(EmbeddingTypeError, match=rf"a {cls.__name__} that must be .*{message}$"):
+        cache.set(3, make(embedding=tensor.as_subclass(cls)))
+    assert keys(cache) == [1, 2]
+    assert cache.stats() == before
+
+
+class Boxes(torch.Tensor):
+    """A tensor whose copies need what hangs on it, in the way of its class."""
+
+    __slots__ = ("scale",)
+    scale: float
+
+    def clone(self, **options: Any) -> Boxes:
+        if self.is_contiguous():
+            assert not options
+        made = super().clone(**options)
+        made.format, made.scale = self.format, self.scale
+        return made
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda t: t[2],
+        lambda t: t[2, 3],
+        lambda t: t[:, 1],
+        lambda t: t[:0],
+        lambda t: t[1:, ::2],
+        lambda t: t.requires_grad_()[1:],
+    ],
+)
+def test_a_tensor_is_asked_for_its_copy_with_what_hangs_on_it(part: Any) -> None:
+    tensor = part(torch.arange(32.0).reshape(8, 4)).as_subclass(Boxes)
+    tensor.format, tensor.scale = "XYXY", 2.0
+    if tensor.requires_grad:  # detached first, which forgets them
+        with pytest.raises(EmbeddingTypeError, match="a Boxes that must be copied"):
+            MultiModalStaticCache(ROOMY).set(1, EmbeddingResult(embedding=tensor))
+        return
+    _, stored = store(tensor)
+    assert type(stored) is Boxes
+    assert (stored.format, stored.scale) == ("XYXY", 2.0)
+    assert torch.equal(stored, tensor)
+
+
+def test_an_error_of_torch_in_a_copy_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def clone(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("the device is lost")
+
+    cache = MultiModalStaticCache(ROOMY)
+    monkeypatch.setattr(torch.Tensor, "clone", clone)
+    with pytest.raises(RuntimeError, match="^the device is lost$"):
+        cache.set(1, EmbeddingResult(embedding=torch.zeros(99)[:20]))
+    assert cache.check() is None
+
+
 def test_the_refusal_says_what_came() -> None:
     cache = MultiModalStaticCache(80)
     with pytest.raises(EmbeddingTypeError) as caught:
@@ -657,7 +756,7 @@ class Node:
     parts: Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class FrozenNode:
     parts: Any
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from multimodal_cache._modes import outside_graphs
-from multimodal_cache._tensors import QUANTISED, dense_storage, require_memory
+from multimodal_cache._tensors import QUANTISED, dense_storage, plain_tensor, require_memory
 from multimodal_cache.base import EmbeddingResult, EmbeddingTypeError
 
 T = TypeVar("T")
@@ -95,10 +95,10 @@ def _plan_with_care(result: Any, copy_all: bool) -> tuple[int, Replacements]:
         except TypeError as error:
             raise EmbeddingTypeError(f"embedding can't be cached: {error}") from None
         if copied:
-            replacements[id(tensor)] = functools.partial(copy_out, tensor)
+            _plan_to(copy_out, tensor, replacements)
         else:
             if _keeps_more_than_storage(tensor):
-                replacements[id(tensor)] = tensor.detach
+                _plan_to(_detach, tensor, replacements)
             if len(tensors) > 1:  # one has nothing to share with; sets are slow
                 memory = (storage.device, storage.data_ptr())
                 if memory in kept:
@@ -164,9 +164,54 @@ def copy_out(tensor: torch.Tensor) -> torch.Tensor:
         if source.is_contiguous():
             return source.clone()  # quicker than to ask for what it has
         return source.clone(memory_format=torch.contiguous_format)
-    except NotImplementedError:  # the sub-byte dtypes can't be copied, but their bytes can
+    except RuntimeError as error:  # the sub-byte dtypes can't be copied, but their bytes can
+        if "not implemented for" not in str(error):  # only newer torch has a type for that
+            raise
         as_bytes = source.view(torch.uint8)
         return as_bytes.clone(memory_format=torch.contiguous_format).view(source.dtype)
+
+
+def _detach(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach()
+
+
+def _plan_to(
+    replace: Callable[[torch.Tensor], torch.Tensor],
+    tensor: torch.Tensor,
+    replacements: Replacements,
+) -> None:
+    """Plans to replace a tensor, unless its class refuses that: it is asked before evictions."""
+    cls = type(tensor)
+    if cls is not torch.Tensor and cls is not torch.nn.Parameter:
+        try:
+            made = replace(_small_one_like(tensor))
+        except Exception as error:
+            raise EmbeddingTypeError(
+                f"a {cls.__name__} that must be copied or detached must allow it, but to do so "
+                f"failed: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(made, torch.Tensor):
+            raise EmbeddingTypeError(
+                f"a {cls.__name__} that must be copied or detached must become a tensor, but "
+                f"became {type(made).__name__}"
+            )
+    replacements[id(tensor)] = functools.partial(replace, tensor)
+
+
+def _small_one_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of the same class with the same attributes, but of few elements.
+
+    It is contiguous where the tensor is, since copies are asked for in other words then.
+    """
+    plain = plain_tensor(tensor)
+    size = [min(n, 2) for n in plain.shape]
+    small = plain.new_empty(size) if plain.is_contiguous() else plain.new_empty([*size, 2])[..., 0]
+    small = small.requires_grad_(plain.requires_grad).as_subclass(type(tensor))
+    vars(small).update(vars(tensor))
+    for name in _slots(type(tensor)):
+        if hasattr(tensor, name):
+            object.__setattr__(small, name, getattr(tensor, name))
+    return small
 
 
 # All the tensors of a result
