@@ -598,6 +598,11 @@ class NoFunctions(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
+class NoOptions(torch.Tensor):
+    def clone(self) -> Any:
+        return super().clone()
+
+
 class BecomesNumpy(torch.Tensor):
     def clone(self, **options: Any) -> Any:
         return np.zeros(len(self), np.float32)
@@ -611,6 +616,7 @@ class BecomesNumpy(torch.Tensor):
         (NoClone, torch.zeros(100)[:10], "failed: TypeError: it is only here"),
         (NoClone, torch.zeros(100)[::10], "failed: TypeError: it is only here"),
         (NoFunctions, torch.zeros(100)[:10], "failed: TypeError: it is only here"),
+        (NoOptions, torch.zeros(100)[::10], "got an unexpected keyword argument 'memory_format'"),
         (BecomesNumpy, torch.zeros(100)[:10], "became ndarray"),
         (NoDetach, torch.zeros(10, requires_grad=True), "failed: OSError: it is only here"),
         (NoDetach, torch.zeros(99, requires_grad=True)[:10], "failed: OSError: it is only here"),
@@ -669,12 +675,12 @@ def test_a_tensor_is_asked_for_its_copy_with_what_hangs_on_it(part: Any) -> None
 
 
 def test_an_error_of_torch_in_a_copy_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def clone(*args: Any, **options: Any) -> Any:
-        raise RuntimeError("the device is lost")
+    def clone(tensor: torch.Tensor, **options: Any) -> Any:
+        raise RuntimeError(f"the device of {tensor.dtype} is lost")
 
     cache = MultiModalStaticCache(ROOMY)
     monkeypatch.setattr(torch.Tensor, "clone", clone)
-    with pytest.raises(RuntimeError, match="^the device is lost$"):
+    with pytest.raises(RuntimeError, match="^the device of torch.float32 is lost$"):
         cache.set(1, EmbeddingResult(embedding=torch.zeros(99)[:20]))
     assert cache.check() is None
 
