@@ -639,7 +639,7 @@ def test_a_tensor_whose_class_forbids_its_copy_is_refused_before_evictions(
 class Boxes(torch.Tensor):
     """A tensor whose copies need what hangs on it, in the way of its class."""
 
-    __slots__ = ("scale",)
+    __slots__ = ("scale", "unset")
     scale: float
 
     def clone(self, **options: Any) -> Boxes:
