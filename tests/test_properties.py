@@ -232,6 +232,24 @@ class CacheMachine(RuleBasedStateMachine):
         self.model.leases.append([key for key in mm_hashes if key is not None])
         assert self.leases[-1].mm_hashes == tuple(self.model.leases[-1])
 
+    @rule(
+        sizes=st.lists(st.integers(1, 9), min_size=2, max_size=len(KEYS)),
+        leased=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+        more=st.lists(st.tuples(some_keys, st.integers(0, 30)), min_size=1, max_size=4),
+        stays=st.booleans(),
+    )
+    def set_beside_a_lease(
+        self, sizes: list[int], leased: list[int], more: list[tuple[int, int]], stays: bool
+    ) -> None:
+        for key, size in zip(KEYS, sizes, strict=False):
+            self.set(key, "own", size, stale=None)
+        self.lease([key for n, key in enumerate(self.model.entries) if n in leased])
+        for key, size in more:
+            self.set(key, "own", size, stale=None)
+        self.books_agree()
+        if not stays:
+            self.end_a_lease(-1, forgotten=False)
+
     @precondition(lambda self: self.leases)
     @rule(number=st.integers(0, 99), forgotten=st.booleans())
     def end_a_lease(self, number: int, forgotten: bool) -> None:
