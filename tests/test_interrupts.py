@@ -372,6 +372,42 @@ def test_what_leases_hold_and_heed_may_be_broken_off_at_every_instruction(
     assert instruction > 20
 
 
+@pytest.mark.parametrize("change", ["_hold", "_let_go"])
+def test_a_lease_mends_what_a_finalizer_left_broken_off_just_before(change: str) -> None:
+    cache = full_cache()
+    with cache.lease([1]) as lease:
+        cache.mm_cache.pop(ONE)
+        cache._changing = int(ONE)
+        getattr(cache, change)(2 if change == "_hold" else 1, lease._end[0])
+        assert cache._room == (40 if change == "_hold" else 120)
+        assert sorted(cache.mm_cache) == [1, 2]
+        cache.check()
+        cache._let_go(2, lease._end[0])
+    require_no_lease(cache)
+
+
+def test_an_end_that_a_finalizer_heeded_is_not_heeded_twice() -> None:
+    """The garbage collector may run it in the middle: then the next end stands in its place."""
+
+    class Leased(dict[int, Any]):
+        heeds = True
+
+        def get(self, key: Any, default: Any = None) -> Any:
+            if self.heeds:
+                self.heeds = False
+                cache._mend()
+                cache._ended.append(second._end)
+            return super().get(key, default)
+
+    cache = full_cache()
+    first, second = cache.lease([1, 9]), cache.lease([2])
+    cache._leased = Leased(cache._leased)
+    first.release()
+    require_no_lease(cache)
+    second.release()
+    assert keys(cache) == [ONE, 1, 2]
+
+
 @pytest.mark.filterwarnings("ignore:Lease:ResourceWarning")
 @pytest.mark.parametrize("name", ["lease", "release", "stats"])
 def test_what_comes_after_an_interrupted_lease_may_be_interrupted(name: str) -> None:
