@@ -538,7 +538,8 @@ class MultiModalStaticCache(MultimodalCache):
                     if items is not None:
                         self._by_items[items] = entry
                     self._current_size += nbytes
-                    self._room -= nbytes * (key in self._leased)
+                    if key in self._leased:
+                        self._room -= nbytes
                     self.mm_cache[key] = entry[0]
                     self._changing = None
                     self._insertions += 1
@@ -603,7 +604,8 @@ class MultiModalStaticCache(MultimodalCache):
             del self._by_items[entry[3]]
         del self._entries[key]
         self._current_size -= entry[2]
-        self._room += entry[2] * (key in self._leased)
+        if key in self._leased:
+            self._room += entry[2]
         self._changing = None
         return entry
 

@@ -319,7 +319,8 @@ class _HostMemory(MultiModalStaticCache):
                 del self._by_items[entry[3]]
             del self._entries[key]
             self._current_size -= entry[2]
-            self._room += entry[2] * (key in self._leased)
+            if key in self._leased:
+                self._room += entry[2]
             self._changing = None
         return (*entry[:4], (entry[4], on_device))
 
