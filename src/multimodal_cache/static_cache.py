@@ -150,7 +150,8 @@ class MultiModalStaticCache(MultimodalCache):
         self._current_size = 0
         self._changing: complex | None = None  # a key that isn't in all the tables, for a moment
         self._max_size = as_size("max_size", max_size)
-        self._leased: dict[int, set[object]] = {}  # by key, what stands for its leases
+        # By key, what stands for its leases. A set asks first if there are any: that is cheaper.
+        self._leased: dict[int, set[object]] = {}
         self._ended: deque[Ended] = deque()  # leases whose end is still to be heeded
         self._room = self._max_size  # what isn't leased
         self._copy = copy
@@ -316,7 +317,8 @@ class MultiModalStaticCache(MultimodalCache):
                 self._report(evicted)
         if stored is None:
             self._warn_of_size(nbytes)
-        return bool(stored)
+            return False
+        return stored
 
     def has(self, mm_hash: SupportsIndex | None) -> bool:
         """Returns whether the key is in the cache; doesn't make its entry most recent.
@@ -499,7 +501,7 @@ class MultiModalStaticCache(MultimodalCache):
     # A `with` that takes the lock has no loop in it but `while True`: CPython 3.12, and 3.13.0,
     # leave the jump back of others out of the `with`, and a signal handler may raise right there.
 
-    def _admit(
+    def _admit(  # noqa: C901  # a call for one of the steps costs a set 2 %
         self, entry: _Entry, replacements: Replacements, generation: int | None, evicted: _Evicted
     ) -> bool | None:
         """Takes an entry through steps 1 to 4 of its life, under the lock, one step a turn.
@@ -538,7 +540,7 @@ class MultiModalStaticCache(MultimodalCache):
                     if items is not None:
                         self._by_items[items] = entry
                     self._current_size += nbytes
-                    if key in self._leased:
+                    if self._leased and key in self._leased:
                         self._room -= nbytes
                     self.mm_cache[key] = entry[0]
                     self._changing = None
@@ -604,7 +606,7 @@ class MultiModalStaticCache(MultimodalCache):
             del self._by_items[entry[3]]
         del self._entries[key]
         self._current_size -= entry[2]
-        if key in self._leased:
+        if self._leased and key in self._leased:
             self._room += entry[2]
         self._changing = None
         return entry
@@ -710,16 +712,16 @@ class MultiModalStaticCache(MultimodalCache):
             if self._current_size:
                 raise RuntimeError("mm_cache was changed from outside; it is to be read only")
             return
-        if key in self._leased:
+        if self._leased and key in self._leased:
             self.mm_cache.move_to_end(key)
             return
         entry = self._remove(key)
         if entry is None:
             return  # a finalizer was faster
-        result, _, nbytes, items, _ = entry
         self._evictions += 1
-        self._evicted_bytes += nbytes
+        self._evicted_bytes += entry[2]
         if evicted is not None:
+            result, _, _, items, _ = entry
             evicted.append((key if items is None else CombinedHash(items), result))
 
     def _warn_of_size(self, nbytes: int) -> None:
