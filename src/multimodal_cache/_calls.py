@@ -28,7 +28,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,6 +38,9 @@ from multimodal_cache._gate import Gate, current_task, require_no_running_loop
 from multimodal_cache._modes import Modes, outside_graphs
 from multimodal_cache._outputs import split_output
 from multimodal_cache._ownership import copy_out
+
+if TYPE_CHECKING:
+    from multimodal_cache.parallel import Ranks
 
 
 class Call:
@@ -49,6 +52,7 @@ class Call:
         features: What to encode.
         keys: The key of each, or None.
         lengths: The number of rows that each must have, or None.
+        ranks: With which it must agree about what is missing, if there are others.
 
     Attributes:
         awaited: What others are encoding for it in this round.
@@ -61,8 +65,10 @@ class Call:
         features: Iterable[Any],
         keys: Iterable[int | None],
         lengths: Iterable[int | None],
+        ranks: Ranks | None = None,
     ) -> None:
         self._flights = flights
+        self._ranks = ranks
         self._gate = gate
         self._batch: Batch | None = None
         self.awaited: list[tuple[Want, Flight]] = []
@@ -89,6 +95,8 @@ class Call:
         while True:
             landings = flights.landings
             missing = flights.look_up(self._wants, calls=not self._counted)
+            if self._ranks is not None and not self._counted:
+                missing = self._agree(self._ranks)
             self._counted = True
             if not missing:
                 return None
@@ -96,6 +104,17 @@ class Call:
             self._batch = batch = Batch(flights, self._gate)
             if flights.claim(missing, landings, claimed=batch.claimed, awaited=self.awaited):
                 return batch
+
+    def _agree(self, ranks: Ranks) -> list[Want]:
+        """Gives up what another rank misses; returns what is missing then."""
+        asked = [(want.key, want.length) for want in self._by_feature]
+        flags = ranks.agree(asked, [want.embedding is None for want in self._wants])
+        missing = [want for want, flag in zip(self._wants, flags, strict=True) if flag]
+        given_up = [want for want in missing if want.embedding is not None]
+        for want in given_up:
+            want.embedding = None
+        self._flights.give_up(sum(want.uses for want in given_up))
+        return missing
 
     def take(self, want: Want, flight: Flight, landed: Landed) -> None:
         """Takes what the flight of another call brought, if it is of use here."""

@@ -74,7 +74,7 @@ class Flights:
         self.by_key: dict[int, Flight] = {}
         self.landings = 0
         self._calls = self._hits = self._encoded = self._coalesced = 0
-        self._row_mismatches = self._failures = 0
+        self._row_mismatches = self._failures = self._disagreements = 0
 
     def look_up(self, wants: Iterable[Want], *, calls: int) -> list[Want]:
         """Looks up what has no embedding yet; returns what is missing.
@@ -192,6 +192,12 @@ class Flights:
             self._coalesced += coalesced
             self._failures += failures
 
+    def give_up(self, features: int) -> None:
+        """Counts hits that are encoded nevertheless, since another rank has them not."""
+        with self._lock:
+            self._hits -= features
+            self._disagreements += features
+
     def stats(self) -> EncoderStats:
         """Returns a consistent snapshot of the counters."""
         with self._lock:
@@ -202,4 +208,5 @@ class Flights:
                 coalesced=self._coalesced,
                 row_mismatches=self._row_mismatches,
                 failures=self._failures,
+                disagreements=self._disagreements,
             )

@@ -68,6 +68,8 @@ class EncoderStats:
         failures: Calls of ``encode`` that raised, were interrupted, or returned what can't be
             split into embeddings or cached. A call of the encoder that fails before ``encode``
             is called is not among them.
+        disagreements: Features that were in the cache and encoded nevertheless, since another
+            rank of the ``group`` missed them; they count as encoded.
     """
 
     calls: int
@@ -76,6 +78,7 @@ class EncoderStats:
     coalesced: int
     row_mismatches: int
     failures: int
+    disagreements: int = 0
 
     @property
     def hit_rate(self) -> float:
