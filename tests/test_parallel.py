@@ -46,11 +46,12 @@ def in_processes(size: int, folder: Path) -> Seen:
 
 def new_group(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
     """Makes a group without the process's one default group, so that a thread can be a rank."""
-    group = dist.ProcessGroup(store, rank, size)
+    group = dist.ProcessGroup(rank, size)
     gloo = dist.ProcessGroup.BackendType.GLOO
     backend = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
     group._register_backend(torch.device("cpu"), gloo, backend)
-    group._set_default_backend(gloo)
+    if hasattr(group, "_set_default_backend"):  # since torch 2.6
+        group._set_default_backend(gloo)
     return group
 
 
