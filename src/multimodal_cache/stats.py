@@ -30,6 +30,7 @@ class CacheStats:
         entries: Entries held.
         current_size: Bytes held.
         max_size: The budget, in bytes.
+        leased_bytes: Bytes of entries that are leased, and can't be evicted.
     """
 
     hits: int
@@ -43,6 +44,7 @@ class CacheStats:
     entries: int
     current_size: int
     max_size: int
+    leased_bytes: int = 0
 
     @property
     def hit_rate(self) -> float:
