@@ -105,12 +105,12 @@ class Server:
                 break
         else:
             raise RuntimeError("".join(lines))
-        # Nobody may fill the pipe.
-        threading.Thread(target=self.process.stdout.read, daemon=True).start()
+        self._drain = threading.Thread(target=self.process.communicate, daemon=True)
+        self._drain.start()  # or the pipe would be full one day
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(LIMIT)
+        self._drain.join(LIMIT)
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGSTOP)

@@ -17,6 +17,7 @@ The file is written and read here, since safetensors' own functions copy it seve
 
 from __future__ import annotations
 
+import ctypes
 import hmac
 import json
 import math
@@ -105,7 +106,7 @@ def unpack(name: str, value: Any, secret: bytes | None) -> torch.Tensor:
     start = 8 + int.from_bytes(file[:8], "little")
     dtype, shape = _read_header(bytes(file[8:start]), len(file) - start)
     tensor = torch.empty(shape, dtype=dtype, device="cpu")  # whatever the default device is
-    _as_bytes(tensor)[:] = np.frombuffer(file[start:], np.uint8)
+    _as_bytes(tensor)[:] = file[start:]
     return tensor
 
 
@@ -136,5 +137,10 @@ def _read_header(header: bytes, nbytes: int) -> tuple[torch.dtype, list[int]]:
 
 
 def _as_bytes(tensor: torch.Tensor) -> Any:
-    """Returns the elements of a contiguous tensor on the CPU, without copying them."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+    """Returns the elements of a contiguous tensor on the CPU, uncopied; it doesn't hold them.
+
+    (``tensor.numpy()`` would leave the storage unfit to be resized, and a cache would copy it.)
+    """
+    if not tensor.nbytes:
+        return np.empty(0, np.uint8)
+    return np.frombuffer((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()), np.uint8)
