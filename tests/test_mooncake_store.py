@@ -49,7 +49,8 @@ def client(segment=64 * MIB, buffer=64 * MIB):
     return made
 
 def store_of(client, **options):
-    return MooncakeStore(client, **{"namespace": "test", "device": "cpu", "timeout": LIMIT} | options)
+    options = {"namespace": "test", "device": "cpu", "timeout": LIMIT} | options
+    return MooncakeStore(client, **options)
 
 def rows(value, count=2):
     return torch.full((count, 3), float(value))

@@ -221,23 +221,9 @@ def test_the_acl_of_the_docstring_suffices_and_a_narrower_one_fails_nothing(
     assert RedisStore.__doc__
     assert "``~multimodal-cache:* +get +getex +set +ping``" in " ".join(RedisStore.__doc__.split())
     admin = client_of(server)
-    admin.execute_command(
-        *[
-            "ACL",
-            "SETUSER",
-            "ours",
-            "on",
-            ">p",
-            "~multimodal-cache:*",
-            "+get",
-            "+getex",
-            "+set",
-            "+ping",
-        ]
-    )
-    admin.execute_command(
-        *["ACL", "SETUSER", "reads", "on", ">p", "~multimodal-cache:*", "+get", "+ping"]
-    )
+    rights = ["~multimodal-cache:*", "+get", "+ping"]
+    admin.execute_command("ACL SETUSER", "reads", "on", ">p", *rights)
+    admin.execute_command("ACL SETUSER", "ours", "on", ">p", *rights, "+getex", "+set")
     for ttl in (None, 1000):
         client = client_of(server, username="ours", password="p")
         with store_of(client, ttl=ttl) as store:
