@@ -12,6 +12,7 @@ import torch
 from support import WRAP, recount
 
 from multimodal_cache import EmbeddingResult, MultiModalStaticCache, static_cache
+from multimodal_cache._ownership import Replacements, replace_tensors
 
 combine = MultiModalStaticCache.combine_hashes
 THREADS = 8
@@ -148,6 +149,52 @@ def test_a_hit_takes_no_lock_and_all_else_takes_it_once_and_gives_it_back(
     if isinstance(found, EmbeddingResult) and not gil:
         times = 1
     assert (lock.taken, lock.held) == (times, 0)
+
+
+@pytest.mark.parametrize("hit", [lambda cache: cache.get_single(1), lambda cache: cache.get([2])])
+def test_a_hit_is_not_held_up_by_a_copy_under_the_lock(
+    hit: Callable[[MultiModalStaticCache], object], gil: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GIL it is, since it needs the lock then."""
+    cache = MultiModalStaticCache(400)
+    for key in (1, combine([2])):
+        cache.set(key, EmbeddingResult(embedding=torch.zeros(1)))
+    copying, go_on = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def copy(value: EmbeddingResult, replacements: Replacements) -> EmbeddingResult:
+        copying.set()
+        assert go_on.wait(TIME_LIMIT)
+        order.append("copy")
+        return replace_tensors(value, replacements)
+
+    class Lock:
+        """The cache's lock; lets the copy go on when somebody waits for it."""
+
+        def __enter__(self) -> None:
+            if not lock.acquire(blocking=False):
+                go_on.set()
+                assert lock.acquire(timeout=TIME_LIMIT)
+
+        def __exit__(self, *error: object) -> None:
+            lock.release()
+
+    lock = cache._lock
+    cache._lock = Lock()  # type: ignore[assignment]
+    monkeypatch.setattr(static_cache, "replace_tensors", copy)
+
+    def work(n: int) -> None:
+        if n == 0:
+            assert cache.set(3, EmbeddingResult(embedding=torch.zeros(9)[:1]))
+            return
+        assert copying.wait(TIME_LIMIT)
+        assert hit(cache) is not None
+        order.append("hit")
+        go_on.set()
+
+    run_together(work, threads=2)
+    assert order == (["hit", "copy"] if gil else ["copy", "hit"])
+    assert cache.has(3)
 
 
 def test_no_update_of_a_counter_is_lost() -> None:
