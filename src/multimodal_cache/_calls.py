@@ -6,7 +6,8 @@ The life of a key that isn't cached:
 2. Under the lock of the flights it *claims* the missing keys that nobody has claimed: each gets
    a flight, in a table by key. What it claims in one round is a batch. A key with a flight is
    somebody else's, and will be waited for.
-3. It encodes the batch, in one call of ``encode``, without the lock.
+3. It asks the store, where there is one, for what has a flight; what that has lands at once.
+   It encodes the rest, in one call of ``encode``, without the lock, and offers it to the store.
 4. The flights *land*: the embeddings go into the cache, the flights leave the table, and then
    those who wait get them. If ``encode`` failed they get its error, where it had nothing but
    their key to encode: an error of their own, of the same type, whose ``__cause__`` leads to
@@ -28,7 +29,8 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -36,8 +38,14 @@ from multimodal_cache._errors import Failure
 from multimodal_cache._flights import Claim, Flight, Flights, Landed, Want
 from multimodal_cache._gate import Gate, current_task, require_no_running_loop
 from multimodal_cache._modes import Modes, outside_graphs
-from multimodal_cache._outputs import split_output
+from multimodal_cache._outputs import as_rows, split_output
 from multimodal_cache._ownership import copy_out
+
+if TYPE_CHECKING:
+    from multimodal_cache.stores import EmbeddingStore
+
+Fetched: TypeAlias = dict[int, torch.Tensor]
+"""What a store has, by key."""
 
 
 class Call:
@@ -152,15 +160,19 @@ class Batch:
         """
         if not self.claimed:
             return
-        with self._landed_whatever_happens(), self._gate.turn(nested=self.nested) as turn:
-            if not turn.done():
-                self._require_no_running_loop()
-            turn.result()
-            with self._gate.inside(threading.get_ident()):
-                self._flights.drop_mismatched(self.claimed)
-                with modes.entered() if modes else contextlib.nullcontext(), torch.no_grad():
-                    output = self._enter(encode)
-                self._store_and_land(output)
+        with self._landed_whatever_happens():
+            store = self._flights.shared
+            if store is not None and self._land_fetched(store.fetch(self._keys())):
+                return
+            with self._gate.turn(nested=self.nested) as turn:
+                if not turn.done():
+                    self._require_no_running_loop()
+                turn.result()
+                with self._gate.inside(threading.get_ident()):
+                    self._flights.drop_mismatched(self.claimed)
+                    with modes.entered() if modes else contextlib.nullcontext(), torch.no_grad():
+                        output = self._enter(encode)
+                    self._store_and_land(output)
 
     def _require_no_running_loop(self) -> None:
         try:
@@ -169,15 +181,58 @@ class Batch:
             self.land_without(None)  # it is no error of those who wait for what it has claimed
             raise
 
-    async def encode_async(self, encode: Callable[[list[Any]], Any]) -> None:
-        """The same for an ``encode`` that is a coroutine function."""
-        with self._landed_whatever_happens(), self._gate.turn(nested=self.nested) as turn:
-            if not turn.done():
-                await asyncio.wrap_future(turn)
-            with self._gate.inside(current_task()):
-                self._flights.drop_mismatched(self.claimed)
-                output = await self._gate.without_grad(self._enter(encode))
-                self._store_and_land(output)
+    async def encode_async(self, encode: Callable[[list[Any]], Any], executor: Executor) -> None:
+        """The same for an ``encode`` that is a coroutine function.
+
+        Args:
+            encode: The function.
+            executor: Has threads for the store.
+        """
+        with self._landed_whatever_happens():
+            store = self._flights.shared
+            if store is not None and self._land_fetched(await self._fetch_in(executor, store)):
+                return
+            with self._gate.turn(nested=self.nested) as turn:
+                if not turn.done():
+                    await asyncio.wrap_future(turn)
+                with self._gate.inside(current_task()):
+                    self._flights.drop_mismatched(self.claimed)
+                    output = await self._gate.without_grad(self._enter(encode))
+                    self._store_and_land(output)
+
+    async def _fetch_in(self, executor: Executor, store: EmbeddingStore) -> Fetched:
+        """Fetches in a thread, which lands nothing: this task may be cancelled meanwhile."""
+        loop = asyncio.get_running_loop()
+        try:
+            fetching = loop.run_in_executor(executor, store.fetch, self._keys())
+        except RuntimeError:  # the interpreter or the executor is shutting down
+            return {}
+        return await fetching
+
+    def _keys(self) -> list[int]:
+        return [flight.key for _, flight in self.claimed if flight is not None]
+
+    def _land_fetched(self, fetched: Fetched) -> bool:
+        """Lands what the store had; returns whether that was all."""
+        hits, embeddings, rest = [], [], []
+        for claim in self.claimed:
+            want, flight = claim
+            rows = as_rows(fetched.get(flight.key)) if flight is not None else None
+            if rows is not None and want.fits(rows):
+                hits.append(claim)
+                embeddings.append(rows)
+            else:
+                rest.append(claim)
+        if not hits:
+            return False
+        self._flights.drop_mismatched(hits)
+        self._flights.store(hits, embeddings)
+        self._flights.count(fetched=len(hits), coalesced=sum(want.uses - 1 for want, _ in hits))
+        self._flights.land(hits, embeddings)
+        self.claimed = rest
+        for (want, _), embedding in zip(hits, embeddings, strict=True):
+            want.embedding, want.feature = embedding, None
+        return not rest
 
     @contextlib.contextmanager
     def _landed_whatever_happens(self) -> Iterator[None]:
@@ -218,6 +273,8 @@ class Batch:
         for (want, _), embedding in zip(claimed, embeddings, strict=True):
             want.embedding, want.feature = embedding, None
         self._land(embeddings)
+        if self._flights.shared is not None:
+            self._flights.offer(claimed, embeddings)
 
     def _copy_out(self, output: Any) -> list[torch.Tensor]:
         """Copies each embedding, so that none keeps a batch, a graph or a reused buffer."""

@@ -143,4 +143,5 @@ def _as_bytes(tensor: torch.Tensor) -> Any:
     """
     if not tensor.nbytes:
         return np.empty(0, np.uint8)
-    return np.frombuffer((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()), np.uint8)
+    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    return np.frombuffer(memoryview(memory), np.uint8)

@@ -157,10 +157,10 @@ class Threads:
     def stop(self) -> None:
         """Ends the threads when they have done what they were given; doesn't wait."""
         with self._lock:
-            if not self._stopped:
-                self._stopped = True
-                for _ in self._threads:
-                    self._jobs.put(None)
+            threads = 0 if self._stopped else len(self._threads)
+            self._stopped = True
+        for _ in range(threads):
+            self._jobs.put(None)
 
     def join(self, deadline: float) -> None:
         """Waits for the threads until they have ended or ``time.monotonic`` is at the deadline."""
