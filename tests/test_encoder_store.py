@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from back_ends import LIMIT, MemoryStore
+from back_ends import MemoryStore
 from encoders import AsyncEncoder, GatedEncoder, WaitingFlights, joined, limited, settle, wait_for
+from servers import LIMIT
 from support import EncoderOfNumbers, numbers
 
 from multimodal_cache import CachedEncoder, EmbeddingResult, MultiModalStaticCache

@@ -10,12 +10,11 @@ import subprocess
 import sys
 import textwrap
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from back_ends import LIMIT, find_mooncake, mooncake_master, running
+from servers import LIMIT, find_mooncake, mooncake_master, running
 
 from multimodal_cache.stores.mooncake import MooncakeStore
 
@@ -25,15 +24,15 @@ needs_mooncake = pytest.mark.skipif(
     "libibverbs1, libnl-3-200 and libnl-route-3-200)",
 )
 
-SETUP = (
-    f"""
+FOLDERS = [str(Path(each).parent) for each in (__file__, servers.__file__)]
+
+SETUP = """
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-"""
-    + """
+sys.path[:0] = {FOLDERS}
 import os, time, traceback
 import torch
-from back_ends import LIMIT, Clock, mooncake_master
+from back_ends import Clock
+from servers import LIMIT, mooncake_master
 from mooncake.store import MooncakeDistributedStore
 from multimodal_cache.stores import StoreStats
 from multimodal_cache.stores.mooncake import MooncakeStore
@@ -64,8 +63,7 @@ def found(fetched):
     return {key: embedding[0, 0].item() for key, embedding in fetched.items()}
 
 def main():
-"""
-)
+""".replace("{FOLDERS}", repr(FOLDERS))
 END = """
 status = 1
 try:

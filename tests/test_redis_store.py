@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from back_ends import LIMIT, Clock, Server, find_valkey, running, valkey
+from back_ends import Clock
+from servers import LIMIT, Server, find_valkey, running, valkey
 
 from multimodal_cache.stores import StoreStats
 

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from back_ends import LIMIT, Clock, MemoryStore
+from back_ends import Clock, MemoryStore
 from blake3 import blake3
+from servers import LIMIT
 from support import Wrapper
 
 from multimodal_cache import CombinedHash, EmbeddingResult, MultiModalStaticCache, stores
