@@ -10,7 +10,7 @@ name, what isn't installed. The encoder is that of ``serving.py``. The report is
 standard output, and with ``--output`` also in a file.
 
 How to read it: the first table compares ``fetch``, and ``offer`` with ``flush``, with the back
-end's own get and put of as many bytes, in turns, round by round; the ratio is their median.
+end's own get and put of as many bytes, in turns; the ratio is the median of those of the rounds.
 What we do beyond it is a hash over all bytes, one copy and two changes of threads; Mooncake's own
 get and put are copies within this process, faster than any hash. The other tables use the first of
 the two servers: requests for one new image each with and without a live store, ten by ten in an

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import textwrap
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
+import servers
 import torch
 from servers import LIMIT, find_mooncake, mooncake_master, running
 
