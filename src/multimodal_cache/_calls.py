@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
@@ -42,10 +43,13 @@ from multimodal_cache._outputs import as_rows, split_output
 from multimodal_cache._ownership import copy_out
 
 if TYPE_CHECKING:
+    from multimodal_cache.parallel import Ranks
     from multimodal_cache.stores import EmbeddingStore
 
 Fetched: TypeAlias = dict[int, torch.Tensor]
 """What a store has, by key."""
+
+Agree: TypeAlias = Callable[[list[bool]], list[bool]]
 
 
 class Call:
@@ -57,6 +61,7 @@ class Call:
         features: What to encode.
         keys: The key of each, or None.
         lengths: The number of rows that each must have, or None.
+        ranks: With which it must agree about what is missing, if there are others.
 
     Attributes:
         awaited: What others are encoding for it in this round.
@@ -69,10 +74,13 @@ class Call:
         features: Iterable[Any],
         keys: Iterable[int | None],
         lengths: Iterable[int | None],
+        ranks: Ranks | None = None,
     ) -> None:
         self._flights = flights
+        self._ranks = ranks
         self._gate = gate
         self._batch: Batch | None = None
+        self._agree_again: Agree | None = None
         self.awaited: list[tuple[Want, Flight]] = []
         self._counted = False
         self._coalesced = 0
@@ -97,13 +105,30 @@ class Call:
         while True:
             landings = flights.landings
             missing = flights.look_up(self._wants, calls=not self._counted)
+            if self._ranks is not None and not self._counted:
+                missing = self._agree(self._ranks)
             self._counted = True
             if not missing:
                 return None
             # It is kept before it claims anything: so `abandon` finds all that is claimed.
-            self._batch = batch = Batch(flights, self._gate)
+            self._batch = batch = Batch(flights, self._gate, self._agree_again)
             if flights.claim(missing, landings, claimed=batch.claimed, awaited=self.awaited):
                 return batch
+
+    def _agree(self, ranks: Ranks) -> list[Want]:
+        """Gives up what another rank misses; returns what is missing then."""
+        asked = [(want.key, want.length) for want in self._by_feature]
+        more = self._flights.shared is not None
+        flags = ranks.agree(
+            asked, [want.embedding is None for want in self._wants], more_to_come=more
+        )
+        self._agree_again = functools.partial(ranks.agree, asked)
+        missing = [want for want, flag in zip(self._wants, flags, strict=True) if flag]
+        given_up = [want for want in missing if want.embedding is not None]
+        for want in given_up:
+            want.embedding = None
+        self._flights.give_up(sum(want.uses for want in given_up))
+        return missing
 
     def take(self, want: Want, flight: Flight, landed: Landed) -> None:
         """Takes what the flight of another call brought, if it is of use here."""
@@ -132,16 +157,18 @@ class Batch:
     Args:
         flights: To the cache.
         gate: Of ``encode``.
+        agree: Says what is missing on any rank of a group, of what is missing here.
 
     Attributes:
         claimed: What hasn't landed.
         nested: Its call is inside ``encode``.
     """
 
-    def __init__(self, flights: Flights, gate: Gate) -> None:
+    def __init__(self, flights: Flights, gate: Gate, agree: Agree | None = None) -> None:
         self.nested = gate.is_inside()  # asked here: another thread or task may encode
         self._flights = flights
         self._gate = gate
+        self._agree = agree
         self.claimed: list[Claim] = []
         self._entered = self._counted = self._left = False
         self._error: Exception | None = None
@@ -213,16 +240,14 @@ class Batch:
         return [flight.key for _, flight in self.claimed if flight is not None]
 
     def _land_fetched(self, fetched: Fetched) -> bool:
-        """Lands what the store had; returns whether that was all."""
+        """Lands what the store had, on all ranks; returns whether that was all."""
         hits, embeddings, rest = [], [], []
-        for claim in self.claimed:
-            want, flight = claim
-            rows = as_rows(fetched.get(flight.key)) if flight is not None else None
-            if rows is not None and want.fits(rows):
+        for claim, rows in zip(self.claimed, self._of_use(fetched), strict=True):
+            if rows is None:
+                rest.append(claim)
+            else:
                 hits.append(claim)
                 embeddings.append(rows)
-            else:
-                rest.append(claim)
         if not hits:
             return False
         self._flights.drop_mismatched(hits)
@@ -233,6 +258,23 @@ class Batch:
         for (want, _), embedding in zip(hits, embeddings, strict=True):
             want.embedding, want.feature = embedding, None
         return not rest
+
+    def _of_use(self, fetched: Fetched) -> list[torch.Tensor | None]:
+        """Returns what was fetched for each claim, or None."""
+        found = []
+        for want, flight in self.claimed:
+            rows = as_rows(fetched.get(flight.key)) if flight is not None else None
+            found.append(rows if rows is not None and want.fits(rows) else None)
+        if self._agree is None:
+            return found
+        missing = self._agree([rows is None for rows in found])
+        given_up = sum(
+            want.uses
+            for (want, _), rows, flag in zip(self.claimed, found, missing, strict=True)
+            if flag and rows is not None
+        )
+        self._flights.count(disagreements=given_up)
+        return [None if flag else rows for rows, flag in zip(found, missing, strict=True)]
 
     @contextlib.contextmanager
     def _landed_whatever_happens(self) -> Iterator[None]:

@@ -80,7 +80,7 @@ class Flights:
         self.by_key: dict[int, Flight] = {}
         self.landings = 0
         self._calls = self._hits = self._fetched = self._encoded = self._coalesced = 0
-        self._row_mismatches = self._failures = 0
+        self._row_mismatches = self._failures = self._disagreements = 0
 
     def look_up(self, wants: Iterable[Want], *, calls: int) -> list[Want]:
         """Looks up what has no embedding yet; returns what is missing.
@@ -200,7 +200,13 @@ class Flights:
                 flight.landed.set_result(outcome)
 
     def count(
-        self, *, fetched: int = 0, encoded: int = 0, coalesced: int = 0, failures: int = 0
+        self,
+        *,
+        fetched: int = 0,
+        encoded: int = 0,
+        coalesced: int = 0,
+        failures: int = 0,
+        disagreements: int = 0,
     ) -> None:
         """Adds to the counters, of features and of encodes."""
         with self._lock:
@@ -208,6 +214,13 @@ class Flights:
             self._encoded += encoded
             self._coalesced += coalesced
             self._failures += failures
+            self._disagreements += disagreements
+
+    def give_up(self, features: int) -> None:
+        """Counts hits that are encoded nevertheless, since another rank has them not."""
+        with self._lock:
+            self._hits -= features
+            self._disagreements += features
 
     def stats(self) -> EncoderStats:
         """Returns a consistent snapshot of the counters."""
@@ -220,4 +233,5 @@ class Flights:
                 coalesced=self._coalesced,
                 row_mismatches=self._row_mismatches,
                 failures=self._failures,
+                disagreements=self._disagreements,
             )

@@ -19,17 +19,32 @@ from typing import Any, TypeVar
 import torch
 
 from multimodal_cache._modes import outside_graphs
-from multimodal_cache._tensors import QUANTISED, dense_storage, plain_tensor, require_memory
+from multimodal_cache._tensors import (
+    QUANTISED,
+    dense_storage,
+    plain_tensor,
+    require_memory,
+    torch_has_none,
+)
 from multimodal_cache.base import EmbeddingResult, EmbeddingTypeError
 
 T = TypeVar("T")
 Replacements = dict[int, Callable[[], torch.Tensor]]  # by the id of the tensor replaced
+# Says of a tensor that must be copied how many bytes its copy takes, and what makes it.
+Copier = Callable[[torch.Tensor], tuple[int, Callable[[], torch.Tensor]]]
 
 _NOT_RECORDS = (list, tuple, dict, type)
 """Their instances hold more than their attributes, which would go uncounted."""
 
 
-def plan_ownership(result: Any, *, copy_all: bool) -> tuple[int, Replacements]:
+def copy_beside(tensor: torch.Tensor) -> tuple[int, Callable[[], torch.Tensor]]:
+    """Plans a copy on the device of the tensor itself."""
+    return tensor.nbytes, functools.partial(copy_out, tensor)
+
+
+def plan_ownership(
+    result: Any, *, copy_all: bool, copier: Copier = copy_beside
+) -> tuple[int, Replacements]:
     """Plans how to store a result; changes nothing.
 
     A tensor stays as it is when it covers all of a storage that torch allocated; otherwise
@@ -41,6 +56,7 @@ def plan_ownership(result: Any, *, copy_all: bool) -> tuple[int, Replacements]:
             attribute ``embedding``. The tensors in all of its attributes count, also those
             inside lists, tuples, dicts and dataclasses there.
         copy_all: Copy every tensor.
+        copier: Plans the copies, which may be elsewhere.
 
     Returns:
         The bytes of storage that the stored result will keep alive, each storage once; and
@@ -75,11 +91,13 @@ def plan_ownership(result: Any, *, copy_all: bool) -> tuple[int, Replacements]:
                     return nbytes, {}
         except (AttributeError, KeyError, RuntimeError):  # no storage (sparse, torch.func), maybe
             pass
-    return _plan_with_care(result, copy_all)
+    return _plan_with_care(result, copy_all, copier)
 
 
 @outside_graphs
-def _plan_with_care(result: Any, copy_all: bool) -> tuple[int, Replacements]:
+def _plan_with_care(
+    result: Any, copy_all: bool, copier: Copier = copy_beside
+) -> tuple[int, Replacements]:
     """Plans for results of all kinds."""
     total = 0
     replacements: Replacements = {}
@@ -95,10 +113,12 @@ def _plan_with_care(result: Any, copy_all: bool) -> tuple[int, Replacements]:
         except TypeError as error:
             raise EmbeddingTypeError(f"embedding can't be cached: {error}") from None
         if copied:
-            _plan_to(copy_out, tensor, replacements)
+            _require_allowed(copy_out, tensor)
+            nbytes, replacements[id(tensor)] = copier(tensor)
         else:
             if _keeps_more_than_storage(tensor):
-                _plan_to(_detach, tensor, replacements)
+                _require_allowed(_detach, tensor)
+                replacements[id(tensor)] = functools.partial(_detach, tensor)
             if len(tensors) > 1:  # one has nothing to share with; sets are slow
                 memory = (storage.device, storage.data_ptr())
                 if memory in kept:
@@ -157,30 +177,37 @@ def _keeps_more_than_storage(tensor: torch.Tensor) -> bool:
     )
 
 
-def copy_out(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies a tensor into memory of its own, contiguous, without a graph."""
+def copy_out(
+    tensor: torch.Tensor, clone: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Copies a tensor into memory of its own, contiguous, without a graph.
+
+    Args:
+        tensor: Any that is dense.
+        clone: Makes the copy; by default one on the same device.
+    """
     source = tensor.detach() if tensor.requires_grad else tensor
+    clone = clone or _clone
     try:
-        if source.is_contiguous():
-            return source.clone()  # quicker than to ask for what it has
-        return source.clone(memory_format=torch.contiguous_format)
+        return clone(source)
     except RuntimeError as error:  # the sub-byte dtypes can't be copied, but their bytes can
-        if "not implemented for" not in str(error):  # only newer torch has a type for that
+        if not torch_has_none(error):
             raise
-        as_bytes = source.view(torch.uint8)
-        return as_bytes.clone(memory_format=torch.contiguous_format).view(source.dtype)
+        return clone(source.view(torch.uint8)).view(source.dtype)
+
+
+def _clone(source: torch.Tensor) -> torch.Tensor:
+    if source.is_contiguous():
+        return source.clone()  # quicker than to ask for what it has
+    return source.clone(memory_format=torch.contiguous_format)
 
 
 def _detach(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def _plan_to(
-    replace: Callable[[torch.Tensor], torch.Tensor],
-    tensor: torch.Tensor,
-    replacements: Replacements,
-) -> None:
-    """Plans to replace a tensor, unless its class refuses that: it is asked before evictions."""
+def _require_allowed(replace: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> None:
+    """Refuses a tensor whose class doesn't let it be replaced, before anything is evicted."""
     cls = type(tensor)
     if cls is not torch.Tensor and cls is not torch.nn.Parameter:
         try:
@@ -195,7 +222,6 @@ def _plan_to(
                 f"a {cls.__name__} that must be copied or detached must become a tensor, but "
                 f"became {type(made).__name__}"
             )
-    replacements[id(tensor)] = functools.partial(replace, tensor)
 
 
 def _small_one_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ class CacheStats:
 
     Attributes:
         hits: Calls of ``get`` and ``get_single`` that returned an entry.
+        host_hits: Those of the hits that the host memory of a ``TieredCache`` answered.
         misses: Calls of ``get`` and ``get_single`` that returned None, those without a key
             and those that met a collision included.
         insertions: Calls of ``set`` that stored their value. One that found its key present
@@ -29,9 +30,11 @@ class CacheStats:
         entries: Entries held.
         current_size: Bytes held.
         max_size: The budget, in bytes.
+        leased_bytes: Bytes of entries that are leased, and can't be evicted.
     """
 
     hits: int
+    host_hits: int = 0
     misses: int
     insertions: int
     evictions: int
@@ -41,6 +44,7 @@ class CacheStats:
     entries: int
     current_size: int
     max_size: int
+    leased_bytes: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -68,6 +72,8 @@ class EncoderStats:
         failures: Calls of ``encode`` that raised, were interrupted, or returned what can't be
             split into embeddings or cached. A call of the encoder that fails before ``encode``
             is called is not among them.
+        disagreements: Features that were in the cache or the store and encoded nevertheless, since
+            another rank of the ``group`` missed them; they count as encoded.
     """
 
     calls: int
@@ -77,6 +83,7 @@ class EncoderStats:
     coalesced: int
     row_mismatches: int
     failures: int
+    disagreements: int = 0
 
     @property
     def hit_rate(self) -> float:
