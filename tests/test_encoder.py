@@ -36,7 +36,7 @@ def test_only_what_is_missing_is_encoded_in_one_call() -> None:
     assert numbers(encoder([2, 9, 1, 8, 5])) == [2, 9, 1, 8, 5]
     assert encode.calls == [[5, 1, 2], [9, 8]]
     assert encoder.stats() == EncoderStats(
-        calls=2, hits=3, encoded=5, coalesced=1, row_mismatches=0, failures=0
+        calls=2, hits=3, fetched=0, encoded=5, coalesced=1, row_mismatches=0, failures=0
     )
     assert encoder([]) == []
     assert len(encode.calls) == 2
@@ -567,7 +567,7 @@ def test_it_says_what_it_is() -> None:
     encoder([1])
     shown = repr(encoder)
     assert shown.startswith("CachedEncoder(MultiModalStaticCache(entries=1, current_size=8, ")
-    assert "EncoderOfNumbers, EncoderStats(calls=1, hits=0, encoded=1, " in shown
+    assert "EncoderOfNumbers, EncoderStats(calls=1, hits=0, fetched=0, encoded=1, " in shown
 
 
 @pytest.mark.parametrize("function", [copy.copy, copy.deepcopy, pickle.dumps])

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -18,6 +18,9 @@ from multimodal_cache._errors import Failure
 from multimodal_cache._outputs import as_rows
 from multimodal_cache.base import EmbeddingResult, MultimodalCache
 from multimodal_cache.stats import EncoderStats
+
+if TYPE_CHECKING:
+    from multimodal_cache.stores import EmbeddingStore
 
 Landed: TypeAlias = torch.Tensor | Failure | None
 """The embedding; or how an ``encode`` failed that had nothing else to do; or None: try again."""
@@ -61,19 +64,22 @@ class Flights:
 
     Args:
         cache: As for ``CachedEncoder``.
+        shared: The store that is asked for what isn't there, or None.
 
     Attributes:
+        shared: The same.
         by_key: Those that haven't landed.
         landings: The number of landings so far: who has looked into the cache and then finds it
             changed must look again.
     """
 
-    def __init__(self, cache: MultimodalCache) -> None:
+    def __init__(self, cache: MultimodalCache, shared: EmbeddingStore | None = None) -> None:
         self._cache = cache
+        self.shared = shared
         self._lock = threading.RLock()  # a finalizer may call back
         self.by_key: dict[int, Flight] = {}
         self.landings = 0
-        self._calls = self._hits = self._encoded = self._coalesced = 0
+        self._calls = self._hits = self._fetched = self._encoded = self._coalesced = 0
         self._row_mismatches = self._failures = self._disagreements = 0
 
     def look_up(self, wants: Iterable[Want], *, calls: int) -> list[Want]:
@@ -173,6 +179,14 @@ class Flights:
                 options = {} if generation is None else {"generation": generation}
                 self._cache.set(flight.key, result, None, **options)
 
+    def offer(self, claimed: Iterable[Claim], embeddings: Iterable[torch.Tensor]) -> None:
+        """Offers embeddings to the store, but none that ``clear()`` has made an old one."""
+        assert self.shared is not None
+        generation = getattr(self._cache, "generation", None)
+        for (_, flight), embedding in zip(claimed, embeddings, strict=True):
+            if flight is not None and flight.generation == generation:
+                self.shared.offer(flight.key, embedding)
+
     def land(self, claimed: Sequence[Claim], outcomes: Sequence[Landed]) -> None:
         """Ends flights, and gives those who wait their outcome.
 
@@ -185,12 +199,22 @@ class Flights:
             if flight is not None and not flight.landed.done():
                 flight.landed.set_result(outcome)
 
-    def count(self, *, encoded: int = 0, coalesced: int = 0, failures: int = 0) -> None:
+    def count(
+        self,
+        *,
+        fetched: int = 0,
+        encoded: int = 0,
+        coalesced: int = 0,
+        failures: int = 0,
+        disagreements: int = 0,
+    ) -> None:
         """Adds to the counters, of features and of encodes."""
         with self._lock:
+            self._fetched += fetched
             self._encoded += encoded
             self._coalesced += coalesced
             self._failures += failures
+            self._disagreements += disagreements
 
     def give_up(self, features: int) -> None:
         """Counts hits that are encoded nevertheless, since another rank has them not."""
@@ -204,6 +228,7 @@ class Flights:
             return EncoderStats(
                 calls=self._calls,
                 hits=self._hits,
+                fetched=self._fetched,
                 encoded=self._encoded,
                 coalesced=self._coalesced,
                 row_mismatches=self._row_mismatches,
