@@ -385,18 +385,21 @@ def join_hung(store: MemoryStore) -> None:
 
 
 def test_what_has_come_of_a_read_that_trickles_is_returned() -> None:
-    store = filled(1, 2, timeout=WHILE)
+    store = filled(1, 2, 3, timeout=WHILE)
+    asked_for = []
 
     def trickle(asked: str) -> Any:
+        asked_for.append(asked)
         if asked == name(2):
             store.hang()
         return store.values[asked]
 
     store.on_get = trickle
-    assert found(store.fetch([1, 2])) == {1: 1}
+    assert found(store.fetch([1, 2, 3])) == {1: 1}
     assert store.fetch([1]) == {}  # not beside one that hangs
     store.gate.set()
     join_hung(store)
+    assert asked_for == [name(1), name(2)]  # nobody waits for the rest
     assert found(store.fetch([1, 2])) == {1: 1, 2: 2}  # it was of use: so there is no rest
     assert (store.stats().timeouts, store.stats().skipped) == (1, 1)
 
@@ -441,6 +444,22 @@ def test_one_call_probes_and_the_others_skip_meanwhile() -> None:
         store.gate.set()
         assert found(probe.result(LIMIT)) == {1: 1}
     assert found(store.fetch([1])) == {1: 1}
+
+
+def test_a_probe_that_comes_back_too_late_ends_no_outage() -> None:
+    clock = Clock()
+    side = filled(clock=clock)._reader._side
+    ask = side.begin()
+    assert ask
+    side.end(ask, "refused")
+    clock.now += 5
+    probe = side.begin()
+    assert probe
+    side.give_up(probe, "no answer")
+    side.end(probe)
+    assert not side.may_begin()
+    clock.now += 5
+    assert side.may_begin()
 
 
 def test_a_probe_that_is_never_heard_of_again_is_followed_by_another() -> None:
