@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from multimodal_cache import CachedEncoder, MultiModalStaticCache
-from multimodal_cache._command import run, version_of
+from multimodal_cache._command import MIB, Parser, mebibytes, run, version_of
 from multimodal_cache._demo.encoder import VisionTransformer
 from multimodal_cache._demo.images import (
     ImageError,
@@ -34,21 +33,12 @@ from multimodal_cache._demo.serving import (
     serve_in_turn,
 )
 
-MIB = 2**20
 GENERATED_IMAGES = 12
 LEFT_OUT_SHOWN = 10
 
 
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Prints the message and exits with status 2."""
-        self.exit(2, f"{self.prog}: error: {' '.join(message.splitlines())}\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the demonstration.
+    """Runs the demonstration, or the command ``plan``.
 
     Args:
         arguments: The command line; that of the process by default.
@@ -59,6 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: With status 2 if the arguments or the images are bad.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["plan"]:
+        from multimodal_cache import _plan
+
+        return _plan.main(arguments[1:])
     parser = _parser()
     options = parser.parse_args(arguments)
     left_out: list[LeftOut] = []
@@ -174,6 +169,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m multimodal_cache",
         description="Serves requests that ask several questions about the same images, from one "
         "to three each, without the cache and with it.",
+        epilog="python -m multimodal_cache plan TRACE says how large the cache should be.",
     )
     version = version_of("multimodal-cache") or "(not installed)"
     parser.add_argument("--version", action="version", version=f"multimodal-cache {version}")
@@ -193,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-size",
-        type=_mebibytes,
+        type=mebibytes,
         default=64 * MIB,
         metavar="MIB",
         help="the cache's budget in MiB (default: 64)",
@@ -222,16 +218,6 @@ def _seed(text: str) -> int:
     if not (text.isdecimal() and len(text) <= 9):
         raise argparse.ArgumentTypeError(f"expected a whole number to 999999999, got {text!r}")
     return int(text)
-
-
-def _mebibytes(text: str) -> int:
-    try:
-        size = float(text)
-    except ValueError:
-        size = math.nan
-    if not 0 <= size <= 2**40:
-        raise argparse.ArgumentTypeError(f"expected MiB, from 0 to 2**40, got {text!r}")
-    return int(size * MIB)
 
 
 def _device(name: str) -> torch.device:

@@ -15,6 +15,9 @@ import numpy.typing as npt
 LARGEST_SIZE = 2**62
 """The most bytes that an item may have."""
 
+DOUBLINGS = 12
+"""How far below the footprint a grid begins."""
+
 _Ints = npt.NDArray[np.int64]
 
 
@@ -117,6 +120,19 @@ class HitCurve:
             entries=entries,
         )
 
+    def grid(self, per_doubling: int = 1) -> list[int]:
+        """Returns sizes for a table, or a drawing: twelve doublings up to the footprint.
+
+        At most four of them are below the largest item, where a point takes long.
+        """
+        top = self.footprint.bit_length()
+        bits = range(max(top - DOUBLINGS, 0), top)
+        below = [2**bit for bit in bits if 2**bit < self.largest][-4:]
+        steps = range(bits.start * per_doubling, bits.stop * per_doubling)
+        above = sorted({int(2 ** (step / per_doubling)) for step in steps})
+        sizes = below + [size for size in above if size >= self.largest]
+        return [size for size in sizes if size < self.footprint] + [self.footprint]
+
     def size_reaching(self, percent: int) -> int:
         """Returns a size that reaches so many per cent of the ceiling, as does any larger one.
 
@@ -186,7 +202,9 @@ def _weight_of_greater_before(ranks: _Ints, weights: _Ints) -> _Ints:
     if it still is.
     """
     width = 1 << max(len(ranks) - 1, 0).bit_length()
-    rank = np.arange(width)  # ranks beyond those given come last and weigh nothing
+    rank = np.arange(
+        width, dtype=np.int32 if width < 2**31 else np.int64
+    )  # ranks beyond those given come last and weigh nothing
     rank[: len(ranks)] = ranks
     weight = np.zeros(width, np.int64)
     weight[: len(ranks)] = weights
