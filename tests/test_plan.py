@@ -60,10 +60,10 @@ def test_the_text_says_all_that_matters(recorded: str, capsys: pytest.CaptureFix
         "     2 MiB        11.1%        11.1%            2",
         "     4 MiB        55.6%        55.6%            4",
         "",
-        "50 % of the ceiling: 4 MiB, hit rate 55.6%",
-        "90 % of the ceiling: 4 MiB, hit rate 55.6%",
-        "95 % of the ceiling: 4 MiB, hit rate 55.6%",
-        "99 % of the ceiling: 4 MiB, hit rate 55.6%",
+        "50% of the ceiling: 4 MiB, hit rate 55.6%",
+        "90% of the ceiling: 4 MiB, hit rate 55.6%",
+        "95% of the ceiling: 4 MiB, hit rate 55.6%",
+        "99% of the ceiling: 4 MiB, hit rate 55.6%",
         "today's 2.5 MiB: hit rate 11.1%, which is 20.0% of the ceiling; 11.1% of bytes saved",
     ]
 
@@ -247,7 +247,7 @@ def test_where_nothing_recurs_the_ceiling_is_none(
     assert main(["plan", trace(tmp_path, "1,5", "2,5"), "--max-size", "1"]) == 0
     out = capsys.readouterr().out
     assert "The ceiling is 0.0%" in out
-    assert "99 % of the ceiling: 0 MiB, hit rate 0.0%" in out
+    assert "99% of the ceiling: 0 MiB, hit rate 0.0%" in out
     assert "today's 1 MiB: hit rate 0.0%, which is 100.0% of the ceiling" in out
 
 

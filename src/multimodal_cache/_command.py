@@ -43,6 +43,8 @@ def mebibytes(text: str) -> int:
 
 def size_text(size: float) -> str:
     """Formats bytes in MiB or GiB with three digits, rounded up: what has room for them."""
+    if 0 < size < MIB / 1000:
+        return f"{size:,.0f} bytes"
     unit, name = (GIB, "GiB") if size >= GIB else (MIB, "MiB")
     scaled = size / unit
     digits = max(2 - math.floor(math.log10(scaled)), 0) if scaled else 0

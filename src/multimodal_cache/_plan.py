@@ -161,7 +161,7 @@ def _lines(figures: dict[str, Any]) -> Iterator[str]:
     yield ""
     for point in figures["reaching"]:
         yield (
-            f"{point['percent_of_ceiling']} % of the ceiling: {size_text(point['size'])}, "
+            f"{point['percent_of_ceiling']}% of the ceiling: {size_text(point['size'])}, "
             f"hit rate {point['hit_rate']:.1%}"
         )
     if today := figures["today"]:

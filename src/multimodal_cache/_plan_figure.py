@@ -52,6 +52,7 @@ def _draw_curve(axes: Any, curve: HitCurve) -> None:
         xytext=(0, 4),
         textcoords="offset points",
         color=GREY,
+        bbox={"color": "white", "pad": 1},
     )
 
 
@@ -65,7 +66,7 @@ def _mark_sizes(axes: Any, curve: HitCurve) -> None:
             color=BLACK,
             markerfacecolor="white",
             markersize=8,
-            label=f"{percent} % of the ceiling: {size_text(point.size)}",
+            label=f"{percent}% of the ceiling: {size_text(point.size)}",
         )
 
 
@@ -85,7 +86,7 @@ def _mark_today(axes: Any, curve: HitCurve, today: int) -> None:
 def _label(axes: Any, curve: HitCurve) -> None:
     axes.set_title(
         "Choose the smallest size from which on the curve is flat:\n"
-        f"{size_text(curve.size_reaching(95))} gets 95 % of all the hits there are to get",
+        f"{size_text(curve.size_reaching(95))} gets 95% of all the hits there are to get",
         loc="left",
         fontweight="bold",
     )
