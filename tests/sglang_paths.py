@@ -9,11 +9,13 @@ from __future__ import annotations
 import ast
 import gc
 import logging
+import os
 import weakref
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,7 +32,12 @@ from sglang_stand_ins import (
 from support import WRAP, kept_bytes, recount
 
 from multimodal_cache import MultiModalStaticCache
-from multimodal_cache.integrations.sglang import SchedulerCache, register
+from multimodal_cache.integrations.sglang import (
+    HOST_SIZE,
+    SchedulerCache,
+    TieredSchedulerCache,
+    register,
+)
 
 # Kept in an object, since SGLang replaces the class in every module that has it.
 sglangs = SimpleNamespace(Cache=multimodal_cache.MultiModalStaticCache)
@@ -207,6 +214,57 @@ def test_any_trace(
     requests = [Request(*each) for each in media]
     trace = [batch for length in lengths for batch in waves(requests, length)]
     assert_same_run(trace, rows * ROW, output, per_request)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("max_size", [0, 4 * ROW, 9 * ROW])
+@pytest.mark.parametrize("length", [1, 4, 7, 100])
+def test_what_left_the_device_is_not_encoded_again(
+    path: str, max_size: int, length: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With host memory for all, the calls of the encoder are those of a device that holds all.
+
+    Two tensor-parallel ranks encode together, so they must make the same calls, too.
+    """
+    monkeypatch.setenv(HOST_SIZE, "1")
+    requests, per_request = PATHS[path]
+    large = Server(SchedulerCache, 2**20, per_request=per_request)
+    small = [Server(TieredSchedulerCache, max_size, per_request=per_request) for _ in range(2)]
+    for batch in 2 * waves(requests, length):
+        expected = large.prefill(*batch, device=device)
+        for rank in small:
+            for ours, theirs in zip(rank.prefill(*batch, device=device), expected, strict=True):
+                assert_equal(ours, theirs)
+            assert rank.calls == large.calls
+            rank.cache.check()
+            assert rank.cache.current_size <= max_size
+    assert small[0].cache.stats() == small[1].cache.stats()
+    assert small[0].cache.stats().host_hits > 0
+
+
+@given(
+    media=st.lists(media_lists, min_size=1, max_size=4),
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=3),
+    rows=st.integers(0, 12),
+    more_rows=st.integers(0, 12),
+    per_request=st.booleans(),
+)
+def test_any_trace_with_little_host_memory(
+    media: list[list[Medium]], lengths: list[int], rows: int, more_rows: int, per_request: bool
+) -> None:
+    """Then the calls of the encoder are those of a device with as much memory as the host."""
+    requests = [Request(*each) for each in media]
+    host_size = (rows + more_rows) * ROW
+    large = Server(SchedulerCache, host_size, per_request=per_request)
+    with mock.patch.dict(os.environ, {HOST_SIZE: str(host_size / 2**20)}):
+        small = Server(TieredSchedulerCache, rows * ROW, per_request=per_request)
+    for length in lengths:
+        for batch in waves(requests, length):
+            expected = large.prefill(*batch)
+            for ours, theirs in zip(small.prefill(*batch), expected, strict=True):
+                assert_equal(ours, theirs)
+            assert small.calls == large.calls
+            small.cache.check()
 
 
 KEYS = range(4)

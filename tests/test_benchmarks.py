@@ -106,6 +106,20 @@ def test_serving_prints_its_tables_and_draws_them(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_tiers_prints_its_tables_and_draws_them(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="of the extra bench")
+    output, plot = tmp_path / "tiers.md", tmp_path / "tiers.png"
+    tiny = ["--images=250", "--requests=20", "--rounds=2", f"--output={output}", f"--plot={plot}"]
+    shown = run("tiers.py", *tiny)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    row = r"^\| 20% \| multimodal-cache, host memory for 100% \| .* \| \d+ \| "
+    assert re.search(row, shown.stdout, flags=re.MULTILINE)
+    for row in ("8 MiB | from the host", "8 MiB | a bare copy", "40 bytes | on the device"):
+        assert f"| {row} |" in shown.stdout
+    assert output.read_text(encoding="utf-8") == shown.stdout
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("script", "bad"),
     [

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass, fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,14 +21,35 @@ from support import REFERENCE, kept_bytes, keys, recount, result
 
 import multimodal_cache as ours
 from multimodal_cache.static_cache import _get_tensor_size
+from multimodal_cache.tiered import TieredCache
 
-IMPLEMENTATIONS = [ours] if REFERENCE is None else [ours, REFERENCE]
+
+class Tiered(TieredCache):
+    """As much host memory as the device has: so that both evict at once, like a plain cache."""
+
+    def __init__(self, max_size: int) -> None:
+        super().__init__(max_size, max_size)
 
 
-@pytest.fixture(params=IMPLEMENTATIONS, ids=["ours", "sglang"][: len(IMPLEMENTATIONS)])
+TIERED = SimpleNamespace(
+    EmbeddingResult=ours.EmbeddingResult,
+    MultimodalCache=ours.MultimodalCache,
+    MultiModalStaticCache=Tiered,
+)
+OURS = {"ours": ours, "tiered": TIERED}
+IMPLEMENTATIONS = OURS if REFERENCE is None else {**OURS, "sglang": REFERENCE}
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
 def api(request: pytest.FixtureRequest) -> Any:
     """A module with the names of the contract."""
-    return request.param
+    return IMPLEMENTATIONS[request.param]
+
+
+@pytest.fixture(params=OURS)
+def own(request: pytest.FixtureRequest) -> Any:
+    """One of this library."""
+    return OURS[request.param]
 
 
 def make(api: Any, *shape: int, **options: Any) -> Any:
@@ -252,10 +274,10 @@ def test_what_is_too_large_evicts_nothing(api: Any) -> None:
     assert keys(cache) == [1, 2, 3]
 
 
-def test_the_bytes_given_back_are_those_charged() -> None:
-    cache = ours.MultiModalStaticCache(1000)
+def test_the_bytes_given_back_are_those_charged(own: Any) -> None:
+    cache = own.MultiModalStaticCache(1000)
     tensor = torch.ones(4)
-    cache.set(1, ours.EmbeddingResult(embedding=tensor))
+    cache.set(1, own.EmbeddingResult(embedding=tensor))
     tensor.resize_(100)
     cache.free(1)
     assert cache.current_size == 0
@@ -271,8 +293,8 @@ def test_the_reference_measures_again_at_removal() -> None:
     assert cache.current_size == 16 - 400
 
 
-def test_lists_whose_tuples_hash_alike_do_not_share_an_entry() -> None:
-    cache = ours.MultiModalStaticCache(1000)
+def test_lists_whose_tuples_hash_alike_do_not_share_an_entry(own: Any) -> None:
+    cache = own.MultiModalStaticCache(1000)
     cache.set(cache.combine_hashes([-1]), result(4))
     assert cache.get([-2]) is None
 
@@ -284,8 +306,8 @@ def test_in_the_reference_they_do() -> None:
     assert cache.get([-2]) is not None
 
 
-def test_none_is_no_key() -> None:
-    cache = ours.MultiModalStaticCache(1000)
+def test_none_is_no_key(own: Any) -> None:
+    cache = own.MultiModalStaticCache(1000)
     assert cache.set(None, result(3)) is False
     assert cache.get([]) is None
     assert cache.get_single(None) is None
@@ -298,10 +320,10 @@ def test_in_the_reference_it_is() -> None:
     assert cache.get([]) is not None
 
 
-def test_a_stored_tensor_has_no_graph() -> None:
+def test_a_stored_tensor_has_no_graph(own: Any) -> None:
     weights = torch.ones(4, 4, requires_grad=True)
-    cache = ours.MultiModalStaticCache(1000)
-    cache.set(1, ours.EmbeddingResult(embedding=weights * 2))
+    cache = own.MultiModalStaticCache(1000)
+    cache.set(1, own.EmbeddingResult(embedding=weights * 2))
     assert cache.get_single(1).embedding.grad_fn is None
 
 
@@ -314,12 +336,12 @@ def test_in_the_reference_it_keeps_it() -> None:
 
 
 @differs
-def test_ours_accepts_results_of_the_reference() -> None:
+def test_ours_accepts_results_of_the_reference(own: Any) -> None:
     @dataclass(kw_only=True)
     class WithFrames(REFERENCE.EmbeddingResult):
         num_tokens_per_frame: list[int]
 
-    cache = ours.MultiModalStaticCache(1000)
+    cache = own.MultiModalStaticCache(1000)
     whole = make(REFERENCE, 10)
     assert cache.set(1, whole) is True
     assert cache.get_single(1) is whole

@@ -19,15 +19,21 @@ from typing import Any
 
 import peers
 import pytest
-from support import REFERENCE, run_python
+from support import REFERENCE, result, run_python
 
 from multimodal_cache import MultiModalStaticCache
 from multimodal_cache.integrations import _sglang_check
 from multimodal_cache.integrations import sglang as plugin
 from multimodal_cache.integrations._sglang_check import main
-from multimodal_cache.integrations.sglang import SchedulerCache, register
+from multimodal_cache.integrations.sglang import (
+    HOST_SIZE,
+    SchedulerCache,
+    TieredSchedulerCache,
+    register,
+)
 
 OURS = "multimodal_cache.integrations.sglang.SchedulerCache"
+TIERED = "multimodal_cache.integrations.sglang.TieredSchedulerCache"
 TARGET = "sglang.srt.mem_cache.multimodal_cache.MultiModalStaticCache"
 
 
@@ -230,13 +236,77 @@ def test_the_scheduler_s_cache_says_so_in_the_log(
     assert cache.max_size == max(max_size, 0)
 
 
-def test_it_says_whose_it_is() -> None:
+def test_it_says_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert repr(SchedulerCache(5)) == f"{OURS}(entries=0, current_size=0, max_size=5)"
+    monkeypatch.setenv(HOST_SIZE, "1")
+    assert repr(TieredSchedulerCache(5)) == (
+        f"{TIERED}(entries=0, current_size=0, max_size=5, host_entries=0, host_current_size=0, "
+        "host_size=1048576)"
+    )
 
 
-def test_it_is_called_as_sglang_s_class_is() -> None:
-    changed = [line for line in plugin._changes(SchedulerCache) if line.startswith("__init__")]
+@pytest.mark.parametrize("cls", [SchedulerCache, TieredSchedulerCache])
+def test_it_is_called_as_sglang_s_class_is(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(HOST_SIZE, "1")
+    changed = [line for line in plugin._changes(cls) if line.startswith("__init__")]
     assert changed == []
+
+
+def test_host_memory_takes_one_variable(sglang: Plugins) -> None:
+    sglang.monkeypatch.setenv(HOST_SIZE, "512")
+    sglang.module(TARGET.rpartition(".")[0], MultiModalStaticCache=Known)
+    assert sglang.line() == ("INFO", f"replacing {TARGET} with {TIERED}")
+    ((_, cls, _),) = sglang.registered
+    assert cls is TieredSchedulerCache
+
+
+@pytest.mark.parametrize(
+    ("given", "max_size", "sizes"),
+    [
+        ("512", 100 * 2**20, "104857600 bytes (100.0 MiB), and of 536870912 bytes (512.0 MiB)"),
+        ("0.5", 2**19, "524288 bytes (0.5 MiB), and of 524288 bytes (0.5 MiB)"),
+        ("1e3", -1, "0 bytes (0.0 MiB), and of 1048576000 bytes (1000.0 MiB)"),
+    ],
+)
+def test_the_scheduler_s_cache_says_how_much_host_memory_it_has(
+    given: str,
+    max_size: int,
+    sizes: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv(HOST_SIZE, given)
+    caplog.set_level(logging.INFO)
+    TieredSchedulerCache(max_size)
+    line = f"{TIERED} is in place of SGLang's cache, with a budget of {sizes} in host memory"
+    assert [record.getMessage() for record in caplog.records] == [line]
+
+
+@pytest.mark.parametrize("given", ["", "0.9", "0", "-1", "nan", "inf", "8 GB", "2**10"])
+def test_a_bad_size_of_host_memory_stops_the_scheduler(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(HOST_SIZE, given)
+    message = (
+        f"{HOST_SIZE} must be a number of MiB, and no less than the device's 1048576 bytes "
+        f"(1.0 MiB), got {given!r}; without host memory leave it unset"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TieredSchedulerCache(2**20)
+
+
+def test_sglang_is_told_that_an_item_is_stored_if_the_device_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(HOST_SIZE, "1")
+    cache = TieredSchedulerCache(100)
+    assert cache.set(1, result(10))
+    assert not cache.set(2, result(30))
+    assert cache.has(2)
+    assert cache.get_single(2) is not None
+    assert not cache.set(2, result(30))
+    assert not cache.set(3, result(2**20))
+    assert not cache.set(None, result(10))
 
 
 def test_importing_it_imports_nothing_else() -> None:
@@ -246,8 +316,8 @@ def test_importing_it_imports_nothing_else() -> None:
         "import multimodal_cache.integrations.sglang\n"
         "print(sorted(set(sys.modules) - before))"
     )
-    names = ["multimodal_cache.integrations", "multimodal_cache.integrations.sglang"]
-    assert run_python(code) == f"{names}\n"
+    names = ["integrations", "integrations.sglang", "tiered"]
+    assert run_python(code) == f"{[f'multimodal_cache.{name}' for name in names]}\n"
 
 
 def test_the_entry_point_that_sglang_calls() -> None:
@@ -268,7 +338,7 @@ class Installed(Plugins):
         self.size: Any = 100
         monkeypatch.setattr(metadata, "version", self.version)
         monkeypatch.setattr(metadata, "entry_points", lambda group: self.points)
-        for name in ("SGLANG_PLUGINS", "SGLANG_VLM_CACHE_SIZE_MB"):
+        for name in ("SGLANG_PLUGINS", "SGLANG_VLM_CACHE_SIZE_MB", HOST_SIZE):
             monkeypatch.delenv(name, raising=False)
         self.cache = peers.new_module("", MultiModalStaticCache=Known)
         monkeypatch.setitem(sys.modules, TARGET.rpartition(".")[0], self.cache)
@@ -482,6 +552,28 @@ def test_the_check_says_the_size(
     installed.size = size
     _, line, _ = checked(capsys)
     assert line.startswith(budget.format(f"SGLANG_VLM_CACHE_SIZE_MB={given}"))
+
+
+def test_the_check_says_the_size_of_host_memory(
+    installed: Installed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    installed.monkeypatch.setenv(HOST_SIZE, "512")
+    main([])
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        f"host memory: 536870912 bytes (512 MiB) in each scheduler: {HOST_SIZE}=512",
+        f"in place: SGLang's schedulers make a {TIERED}",
+    ]
+
+
+def test_the_check_says_that_a_scheduler_would_refuse_the_size_of_host_memory(
+    installed: Installed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    installed.monkeypatch.setenv(HOST_SIZE, "64")
+    assert checked(capsys)[2:] == [
+        f"not in place: a scheduler would end with ValueError: {HOST_SIZE} must be a number of "
+        "MiB, and no less than the device's 104857600 bytes (100.0 MiB), got '64'; without host "
+        "memory leave it unset"
+    ]
 
 
 @pytest.mark.skipif(REFERENCE is None, reason="the sglang wheel is not installed")

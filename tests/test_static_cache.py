@@ -426,7 +426,7 @@ def test_it_can_be_neither_pickled_nor_copied(duplicate: Any) -> None:
 
 def negative_charges(cache: Any) -> dict[str, Any]:
     charges = zip(cache._entries.values(), (-1, 0), strict=True)
-    entries = [(value, key, nbytes, items) for (value, key, _, items), nbytes in charges]
+    entries = [(value, key, nbytes, items, use) for (value, key, _, items, use), nbytes in charges]
     return {
         "_entries": {key: entry for entry in entries if (key := entry[1])},
         "_by_items": {items: entry for entry in entries if (items := entry[3])},
@@ -457,7 +457,7 @@ def test_check_says_which_promise_is_broken() -> None:
     hashes = {(n,): hash((n,)) for n in range(100)}
 
     def put(items: tuple[int, ...], cache: Any) -> None:
-        cache._entries[1] = cache._by_items[items] = (cache.mm_cache[1], 1, 40, items)
+        cache._entries[1] = cache._by_items[items] = (cache.mm_cache[1], 1, 40, items, None)
 
     for items in (min(hashes, key=hashes.__getitem__), max(hashes, key=hashes.__getitem__)):
         assert "4: items" in spoil(partial(put, items))

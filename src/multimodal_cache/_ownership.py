@@ -23,12 +23,21 @@ from multimodal_cache.base import EmbeddingResult, EmbeddingTypeError
 
 T = TypeVar("T")
 Replacements = dict[int, Callable[[], torch.Tensor]]  # by the id of the tensor replaced
+# Says of a tensor that must be copied how many bytes its copy takes, and what makes it.
+Copier = Callable[[torch.Tensor], tuple[int, Callable[[], torch.Tensor]]]
 
 _NOT_RECORDS = (list, tuple, dict, type)
 """Their instances hold more than their attributes, which would go uncounted."""
 
 
-def plan_ownership(result: Any, *, copy_all: bool) -> tuple[int, Replacements]:
+def copy_beside(tensor: torch.Tensor) -> tuple[int, Callable[[], torch.Tensor]]:
+    """Plans a copy on the device of the tensor itself."""
+    return tensor.nbytes, functools.partial(copy_out, tensor)
+
+
+def plan_ownership(
+    result: Any, *, copy_all: bool, copier: Copier = copy_beside
+) -> tuple[int, Replacements]:
     """Plans how to store a result; changes nothing.
 
     A tensor stays as it is when it covers all of a storage that torch allocated; otherwise
@@ -40,6 +49,7 @@ def plan_ownership(result: Any, *, copy_all: bool) -> tuple[int, Replacements]:
             attribute ``embedding``. The tensors in all of its attributes count, also those
             inside lists, tuples, dicts and dataclasses there.
         copy_all: Copy every tensor.
+        copier: Plans the copies, which may be elsewhere.
 
     Returns:
         The bytes of storage that the stored result will keep alive, each storage once; and
@@ -74,11 +84,11 @@ def plan_ownership(result: Any, *, copy_all: bool) -> tuple[int, Replacements]:
                     return nbytes, {}
         except (AttributeError, KeyError, RuntimeError):  # no storage (sparse, torch.func), maybe
             pass
-    return _plan_with_care(result, copy_all)
+    return _plan_with_care(result, copy_all, copier)
 
 
 @outside_graphs
-def _plan_with_care(result: Any, copy_all: bool) -> tuple[int, Replacements]:
+def _plan_with_care(result: Any, copy_all: bool, copier: Copier) -> tuple[int, Replacements]:
     """Plans for results of all kinds."""
     total = 0
     replacements: Replacements = {}
@@ -94,7 +104,7 @@ def _plan_with_care(result: Any, copy_all: bool) -> tuple[int, Replacements]:
         except TypeError as error:
             raise EmbeddingTypeError(f"embedding can't be cached: {error}") from None
         if copied:
-            replacements[id(tensor)] = functools.partial(copy_out, tensor)
+            nbytes, replacements[id(tensor)] = copier(tensor)
         else:
             if _keeps_more_than_storage(tensor):
                 replacements[id(tensor)] = tensor.detach
@@ -156,16 +166,27 @@ def _keeps_more_than_storage(tensor: torch.Tensor) -> bool:
     )
 
 
-def copy_out(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies a tensor into memory of its own, contiguous, without a graph."""
+def copy_out(
+    tensor: torch.Tensor, clone: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Copies a tensor into memory of its own, contiguous, without a graph.
+
+    Args:
+        tensor: Any that is dense.
+        clone: Makes the copy; by default one on the same device.
+    """
     source = tensor.detach() if tensor.requires_grad else tensor
+    clone = clone or _clone
     try:
-        if source.is_contiguous():
-            return source.clone()  # quicker than to ask for what it has
-        return source.clone(memory_format=torch.contiguous_format)
+        return clone(source)
     except NotImplementedError:  # the sub-byte dtypes can't be copied, but their bytes can
-        as_bytes = source.view(torch.uint8)
-        return as_bytes.clone(memory_format=torch.contiguous_format).view(source.dtype)
+        return clone(source.view(torch.uint8)).view(source.dtype)
+
+
+def _clone(source: torch.Tensor) -> torch.Tensor:
+    if source.is_contiguous():
+        return source.clone()  # quicker than to ask for what it has
+    return source.clone(memory_format=torch.contiguous_format)
 
 
 # All the tensors of a result

@@ -187,6 +187,7 @@ _ADVICE = {
     "combine_hashes one of a list",
     "an item of mm_hashes": "hash_feature makes one, int(digest, 16) one of a hex digest",
     "max_size": "give a number of bytes, such as 4 * 2**30",
+    "host_size": "give a number of bytes, such as 64 * 2**30",
 }
 """What to give in place of what isn't an int, by the name of the argument."""
 
@@ -209,6 +210,19 @@ def as_int(name: str, value: Any) -> int:
             pass
     message = f"{name} must be an int, got {type(value).__name__}"
     raise TypeError(f"{message}: {_ADVICE[name]}" if name in _ADVICE else message)
+
+
+def as_size(name: str, value: Any) -> int:
+    """Checks an argument that is a number of bytes, as ``as_int`` does.
+
+    Raises:
+        TypeError: It isn't an int.
+        ValueError: It is negative.
+    """
+    size = as_int(name, value)
+    if size < 0:
+        raise ValueError(f"{name} must be 0 or more bytes, got {size}")
+    return size
 
 
 def single_key(item: Any, name: str = "an item of mm_hashes") -> int:

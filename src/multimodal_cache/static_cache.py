@@ -9,7 +9,7 @@ import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import NoReturn, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
@@ -19,6 +19,7 @@ from multimodal_cache.base import (
     EmbeddingResult,
     MultimodalCache,
     as_int,
+    as_size,
     item_keys,
     split_key,
 )
@@ -27,9 +28,10 @@ from multimodal_cache.stats import CacheStats
 logger = logging.getLogger(__name__)
 
 _Items = tuple[int, ...] | None  # what a key says that it stands for; a plain int says nothing
-# The result, its key, the bytes that it is charged, its items.
-_Entry = tuple[EmbeddingResult, int, int, _Items]
-_Evicted = list[tuple[int, EmbeddingResult]]  # what on_evict is to hear
+# The result, its key, the bytes that it is charged, its items; and, None for most, what else a
+# hit of it does: a call, which may raise KeyError. (In host memory: how to bring it back.)
+_Entry = tuple[EmbeddingResult, int, int, _Items, Any]
+_Evicted = list[tuple[int, EmbeddingResult]] | None  # what on_evict is to hear, if there is one
 
 _HITS_TAKE_THE_LOCK = not getattr(sys, "_is_gil_enabled", lambda: True)()
 
@@ -124,6 +126,8 @@ class MultiModalStaticCache(MultimodalCache):
         ValueError: ``max_size`` is negative.
     """
 
+    _BUDGET = "max_size"  # what a warning calls it
+
     def __init__(
         self,
         max_size: int,
@@ -141,7 +145,7 @@ class MultiModalStaticCache(MultimodalCache):
         self._hits_by_items = {} if _HITS_TAKE_THE_LOCK else self._by_items
         self._current_size = 0
         self._changing: int | None = None  # a key that isn't in all the tables, for a moment
-        self._max_size = _as_size(max_size)
+        self._max_size = as_size("max_size", max_size)
         self._copy = copy
         self._on_evict = on_evict
         self._generation = 0
@@ -207,6 +211,8 @@ class MultiModalStaticCache(MultimodalCache):
             return self._look_up(hash(items) if items else None, items)
         next(self._hits_to_come)
         try:
+            if entry[4] is not None:
+                entry[4]()
             self.mm_cache.move_to_end(entry[1])
         except KeyError:
             pass
@@ -231,6 +237,8 @@ class MultiModalStaticCache(MultimodalCache):
             return self._look_up(mm_hash, None)
         next(self._hits_to_come)
         try:
+            if entry[4] is not None:
+                entry[4]()
             self.mm_cache.move_to_end(mm_hash)
         except KeyError:
             pass
@@ -288,20 +296,19 @@ class MultiModalStaticCache(MultimodalCache):
             generation = as_int("generation", generation)
         if key is None:
             return False
-        evicted: _Evicted = []
+        evicted: _Evicted = None if self._on_evict is None else []
         try:
-            entry = (embedding, key, nbytes, items)
-            if self._admit(entry, replacements, generation, evicted):
-                return True
+            entry = (embedding, key, nbytes, items, None)
+            stored = self._admit(entry, replacements, generation, evicted)
         except _OutOfMemoryError as error:
             logger.warning("an embedding of %d bytes was not cached: %s", nbytes, error)
             return False
         finally:
             if evicted:
                 self._report(evicted)
-        if nbytes > self._max_size and not self._warned_of_size:
+        if stored is None:
             self._warn_of_size(nbytes)
-        return False
+        return bool(stored)
 
     def has(self, mm_hash: SupportsIndex | None) -> bool:
         """Returns whether the key is in the cache; doesn't make its entry most recent.
@@ -360,15 +367,16 @@ class MultiModalStaticCache(MultimodalCache):
             TypeError: ``max_size`` isn't an int.
             ValueError: ``max_size`` is negative.
         """
-        max_size = _as_size(max_size)
-        evicted: _Evicted = []
+        max_size = as_size("max_size", max_size)
+        evicted: _Evicted = None if self._on_evict is None else []
         try:
             with self._lock:
                 self._mend()
                 self._shrink(max_size, evicted)
                 self._max_size = max_size
         finally:
-            self._report(evicted)
+            if evicted:
+                self._report(evicted)
 
     def __len__(self) -> int:
         if self._changing is not None:
@@ -423,7 +431,7 @@ class MultiModalStaticCache(MultimodalCache):
 
     def _broken_promises(self) -> list[str]:
         entries = self._entries
-        charged = [nbytes for _, _, nbytes, _ in entries.values()]
+        charged = [nbytes for _, _, nbytes, _, _ in entries.values()]
         combined = {entry[3]: entry for entry in entries.values() if entry[3] is not None}
         order = list(self.mm_cache)
         promises = {
@@ -448,15 +456,18 @@ class MultiModalStaticCache(MultimodalCache):
 
     def _admit(
         self, entry: _Entry, replacements: Replacements, generation: int | None, evicted: _Evicted
-    ) -> bool:
+    ) -> bool | None:
         """Takes an entry through steps 1 to 4 of its life, under the lock, one step a turn.
+
+        Returns what ``set`` does; but None if it is larger than the budget, which is to be said
+        when the lock is released.
 
         To drop an entry or to copy a tensor can run finalizers that call back in here, and the
         garbage collector can run some wherever something is allocated. So each turn looks at
         everything anew, and the last one neither calls nor allocates between its look and its
         insertion.
         """
-        _, key, nbytes, items = entry
+        _, key, nbytes, items, _ = entry
         with self._lock:
             while True:
                 collides = items is not None and key in self._entries and self._collides(key, items)
@@ -470,7 +481,7 @@ class MultiModalStaticCache(MultimodalCache):
                 elif nbytes > self._max_size:
                     self._rejections += 1
                     self._collisions += collides
-                    return False
+                    return None
                 elif collides:
                     self._collisions += 1
                     self._remove(key)
@@ -513,6 +524,8 @@ class MultiModalStaticCache(MultimodalCache):
                 return None
             next(self._hits_to_come)
             try:
+                if entry[4] is not None:
+                    entry[4]()
                 self.mm_cache.move_to_end(entry[1])
             except KeyError:
                 pass  # a finalizer has freed the entry since: the garbage collector runs anywhere
@@ -528,7 +541,7 @@ class MultiModalStaticCache(MultimodalCache):
     # on Python 3.10): `_changing` says so to whoever comes next under the lock.
 
     def _remove(self, key: int) -> _Entry | None:
-        """Takes an entry out of the books and returns it: the caller drops it."""
+        """Takes an entry out of the books and returns it, or more, for the caller to drop."""
         if self._changing is not None:
             self._mend()
         if key not in self._entries:
@@ -548,7 +561,7 @@ class MultiModalStaticCache(MultimodalCache):
         key = self._changing
         if key is None:
             return
-        others = sum([nbytes for _, k, nbytes, _ in list(self._entries.values()) if k != key])
+        others = sum([nbytes for _, k, nbytes, _, _ in list(self._entries.values()) if k != key])
         if self._changing is None:
             return  # a finalizer was faster
         if key in self.mm_cache:
@@ -572,7 +585,7 @@ class MultiModalStaticCache(MultimodalCache):
             self._evict_oldest(evicted)
 
     def _evict_oldest(self, evicted: _Evicted) -> None:
-        """Evicts one entry, and adds it to ``evicted`` if somebody wants to hear of it."""
+        """Evicts one entry, and adds it to ``evicted``, if there is that."""
         try:
             for key in self.mm_cache:  # noqa: B007  # next(iter()) would let others in between
                 break
@@ -587,40 +600,32 @@ class MultiModalStaticCache(MultimodalCache):
         entry = self._remove(key)
         if entry is None:
             return  # a finalizer was faster
-        result, _, nbytes, items = entry
+        result, _, nbytes, items, _ = entry
         self._evictions += 1
         self._evicted_bytes += nbytes
-        if self._on_evict is not None:
+        if evicted is not None:
             evicted.append((key if items is None else CombinedHash(items), result))
 
     def _warn_of_size(self, nbytes: int) -> None:
         """Says once that the budget is below one embedding; one of 0 is meant to be."""
         max_size = self._max_size
-        if max_size:
+        if max_size and not self._warned_of_size:
             self._warned_of_size = True
             logger.warning(
-                "an embedding of %d bytes was not cached, since it is larger than max_size, %d "
-                "bytes: no such embedding will be; this is said once",
+                "an embedding of %d bytes was not cached, since it is larger than %s, %d bytes: no "
+                "such embedding will be; this is said once",
                 nbytes,
+                self._BUDGET,
                 max_size,
             )
 
-    def _report(self, evicted: _Evicted) -> None:
-        if self._on_evict is None:
-            return
+    def _report(self, evicted: list[tuple[int, EmbeddingResult]]) -> None:
         for mm_hash, result in evicted:
             try:
-                self._on_evict(mm_hash, result)
+                self._on_evict(mm_hash, result)  # type: ignore[misc]  # else nothing is in the list
             except Exception:
                 logger.exception("on_evict failed for the key %#x", mm_hash)
 
 
 def _are_known_to_differ(some: _Items, others: _Items) -> bool:
     return some != others and some is not None and others is not None
-
-
-def _as_size(max_size: object) -> int:
-    size = as_int("max_size", max_size)
-    if size < 0:
-        raise ValueError(f"max_size must be 0 or more bytes, got {size}")
-    return size

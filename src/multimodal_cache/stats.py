@@ -14,6 +14,7 @@ class CacheStats:
 
     Attributes:
         hits: Calls of ``get`` and ``get_single`` that returned an entry.
+        host_hits: Those of the hits that the host memory of a ``TieredCache`` answered.
         misses: Calls of ``get`` and ``get_single`` that returned None, those without a key
             and those that met a collision included.
         insertions: Calls of ``set`` that stored their value. One that found its key present
@@ -32,6 +33,7 @@ class CacheStats:
     """
 
     hits: int
+    host_hits: int = 0
     misses: int
     insertions: int
     evictions: int

@@ -18,7 +18,14 @@ from importlib import metadata
 from typing import Any
 
 from multimodal_cache._command import version_of
-from multimodal_cache.integrations.sglang import CLASS, TARGET, SchedulerCache, obstacle
+from multimodal_cache.integrations.sglang import (
+    HOST_SIZE,
+    TARGET,
+    host_size,
+    name_of,
+    obstacle,
+    scheduler_cache,
+)
 
 NAME = "multimodal_cache"  # of the entry point, not of the package
 ENTRY_POINT = "multimodal_cache.integrations.sglang:register"
@@ -55,12 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if reason := _why_it_cannot_be_imported():
         obstacles.append(reason)
     else:
-        _say(_budget())
-        obstacles += _obstacles_of_the_class()
+        obstacles += [*_obstacles_of_the_budget(), *_obstacles_of_the_class()]
     if not obstacles:
         obstacles += _obstacles_of_loading()
     if not obstacles:
-        _say(f"in place: SGLang's schedulers make a {CLASS}")
+        _say(f"in place: SGLang's schedulers make a {name_of(scheduler_cache())}")
         return 0
     for line in obstacles:
         _say(f"not in place: {line}")
@@ -105,9 +111,10 @@ def _obstacles_of_the_class() -> list[str]:
     return [f"{TARGET} stays in place: {reason}"] if reason else []
 
 
-def _budget() -> str:
-    """Asks SGLang for the size that a scheduler gives its cache."""
+def _obstacles_of_the_budget() -> Iterator[str]:
+    """Says the sizes that a scheduler gives its cache; yields what is wrong with them."""
     name = "SGLANG_VLM_CACHE_SIZE_MB"
+    size = 0
     try:
         environ: Any = importlib.import_module("sglang.srt.environ")
         with warnings.catch_warnings(record=True) as caught:
@@ -115,13 +122,26 @@ def _budget() -> str:
             mebibytes = getattr(environ.envs, name).get()
         size = max(mebibytes, 0) * 2**20
     except Exception as error:  # noqa: BLE001  # whatever another version does
-        return f"budget: unknown: {_in_words(error)}"
-    given = os.environ.get(name)
-    source = f"{name} is unset, and some models set it to 0" if given is None else f"{name}={given}"
-    notes = [source, *(str(warning.message) for warning in caught)]
-    if not size:
-        notes.append("it keeps nothing")
-    return f"budget: {size} bytes ({size / 2**20:.0f} MiB) in each scheduler: {'; '.join(notes)}"
+        _say(f"budget: unknown: {_in_words(error)}")
+    else:
+        given = os.environ.get(name)
+        unset = f"{name} is unset, and some models set it to 0"
+        notes = [unset if given is None else f"{name}={given}"]
+        notes += [str(warning.message) for warning in caught]
+        if not size:
+            notes.append("it keeps nothing")
+        _say(_in_each_scheduler("budget", size, notes))
+    if given_host_size := os.environ.get(HOST_SIZE):
+        try:
+            size = host_size(size)
+        except ValueError as error:
+            yield f"a scheduler would end with {_in_words(error)}"
+        else:
+            _say(_in_each_scheduler("host memory", size, [f"{HOST_SIZE}={given_host_size}"]))
+
+
+def _in_each_scheduler(what: str, size: int, notes: list[str]) -> str:
+    return f"{what}: {size} bytes ({size / 2**20:.0f} MiB) in each scheduler: {'; '.join(notes)}"
 
 
 def _obstacles_of_loading() -> list[str]:
@@ -133,7 +153,7 @@ def _obstacles_of_loading() -> list[str]:
             return [f"SGLang can't load its plugins: {_in_words(error)}"]
     module, _, name = TARGET.rpartition(".")
     found = getattr(importlib.import_module(module), name)
-    if found is SchedulerCache:
+    if found is scheduler_cache():
         return []
     return [
         f"after SGLang has loaded its plugins, {TARGET} is {found!r}",

@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import inspect
 import logging
-from typing import Any
+import math
+import os
+from typing import Any, SupportsIndex
 
+from multimodal_cache.base import EmbeddingResult
 from multimodal_cache.static_cache import MultiModalStaticCache
+from multimodal_cache.tiered import TieredCache
 
 logger = logging.getLogger(__name__)
 
 TARGET = "sglang.srt.mem_cache.multimodal_cache.MultiModalStaticCache"
+HOST_SIZE = "MULTIMODAL_CACHE_HOST_SIZE_MB"
 
 # What ours stands in for: the methods of SGLang's class, how they are called, and its attributes.
 _METHODS = {
@@ -47,24 +52,88 @@ class SchedulerCache(MultiModalStaticCache):
 
     def __init__(self, max_size: int) -> None:
         super().__init__(max(max_size, 0))
-        nothing = "" if self.max_size else ": it keeps nothing"
-        logger.info(
-            "%s is in place of SGLang's cache, with a budget of %d bytes (%.1f MiB)%s",
-            CLASS,
-            self.max_size,
-            self.max_size / 2**20,
-            nothing,
-        )
+        _announce(self, f"{_bytes(self.max_size)}{'' if self.max_size else ': it keeps nothing'}")
 
     def __repr__(self) -> str:
         return f"{__name__}.{super().__repr__()}"  # SGLang has caches of its own
 
 
-CLASS = f"{__name__}.{SchedulerCache.__qualname__}"
+class TieredSchedulerCache(TieredCache):
+    """What SGLang makes where ``MULTIMODAL_CACHE_HOST_SIZE_MB`` is set: with that much host memory.
+
+    Args:
+        max_size: As for ``SchedulerCache``.
+
+    Raises: ValueError: The variable isn't a number of MiB, or less than ``max_size``. (It is raised
+        here, where it stops the scheduler: what ``register`` raises SGLang logs and forgets.)
+    """
+
+    def __init__(self, max_size: int) -> None:
+        size = max(max_size, 0)
+        super().__init__(size, host_size(size))
+        _announce(self, f"{_bytes(size)}, and of {_bytes(self.host.max_size)} in host memory")
+
+    def set(
+        self,
+        mm_hash: SupportsIndex | None,
+        embedding: EmbeddingResult,
+        loc: object = None,
+        *,
+        generation: int | None = None,
+    ) -> bool:
+        """Stores a result, and returns whether the device has it.
+
+        SGLang looks up again what it was told is stored, and uses the answer unasked: it must not
+        depend on a copy for which there may be no memory.
+        """
+        stored = super().set(mm_hash, embedding, generation=generation)
+        return stored and mm_hash in self.mm_cache
+
+    def __repr__(self) -> str:
+        return f"{__name__}.{super().__repr__()}"
+
+
+def scheduler_cache() -> type[SchedulerCache] | type[TieredSchedulerCache]:
+    """Returns the class for SGLang's schedulers, as the environment says."""
+    return TieredSchedulerCache if os.environ.get(HOST_SIZE) else SchedulerCache
+
+
+def host_size(max_size: int) -> int:
+    """Returns the bytes of host memory that the environment gives each scheduler.
+
+    Raises:
+        ValueError: It isn't a number of MiB, or less than the device's ``max_size`` bytes.
+    """
+    text = os.environ[HOST_SIZE]
+    try:
+        mebibytes = float(text)
+    except ValueError:
+        mebibytes = math.nan
+    if math.isfinite(mebibytes) and mebibytes * 2**20 >= max_size:
+        return int(mebibytes * 2**20)
+    raise ValueError(
+        f"{HOST_SIZE} must be a number of MiB, and no less than the device's {_bytes(max_size)}, "
+        f"got {text!r}; without host memory leave it unset"
+    )
+
+
+def name_of(cls: type) -> str:
+    """Returns the full name of a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _announce(cache: MultiModalStaticCache, budget: str) -> None:
+    logger.info(
+        "%s is in place of SGLang's cache, with a budget of %s", name_of(type(cache)), budget
+    )
+
+
+def _bytes(size: int) -> str:
+    return f"{size} bytes ({size / 2**20:.1f} MiB)"
 
 
 def register() -> None:
-    """Registers ``SchedulerCache`` in place of SGLang's class. SGLang calls this.
+    """Registers ``scheduler_cache()`` in place of SGLang's class. SGLang calls this.
 
     SGLang's ``EmbeddingResult`` and its subclasses stay SGLang's own, and ours takes them.
 
@@ -75,8 +144,9 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(TARGET, SchedulerCache, HookType.REPLACE)
-    logger.info("replacing %s with %s", TARGET, CLASS)
+    cls = scheduler_cache()
+    HookRegistry.register(TARGET, cls, HookType.REPLACE)
+    logger.info("replacing %s with %s", TARGET, name_of(cls))
 
 
 def obstacle() -> str | None:
