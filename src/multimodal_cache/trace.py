@@ -17,8 +17,23 @@ LONG = 1000
 """How many events may wait before they are written."""
 
 _GZIP = 31  # zlib's wbits for a gzip file
-_Event = tuple[int | None, int, int]  # the key, None for all; the bytes; and what it is:
 _REQUEST, _HIT_OF_ITEM, _SET, _FORGET = range(4)
+
+
+class _Event:
+    """What happened to a key, or to all for None; and its row, once it is known.
+
+    The hits of an entry are one event again and again: the entry keeps its number, as it has left
+    the cache when its key gets another one.
+    """
+
+    __slots__ = ("key", "kind", "nbytes", "row")
+
+    def __init__(self, kind: int, key: int | None, nbytes: int = 0) -> None:
+        self.kind = kind
+        self.key = key
+        self.nbytes = nbytes
+        self.row = ""
 
 
 class Trace:
@@ -86,7 +101,7 @@ class Trace:
 
     def hit_of(self, key: int, nbytes: int, *, is_list: bool) -> Callable[[], object]:
         """Returns what each hit of an entry is to call. It may write."""
-        event = (key, nbytes, _REQUEST if is_list else _HIT_OF_ITEM)
+        event = _Event(_REQUEST if is_list else _HIT_OF_ITEM, key, nbytes)
         events = self._events
         append = events.append
 
@@ -99,16 +114,16 @@ class Trace:
 
     def request(self, key: int, nbytes: int) -> None:
         """Records a ``set`` that stored, or was refused for want of room. It doesn't write."""
-        self._events.append((key, nbytes, _REQUEST))
+        self._events.append(_Event(_REQUEST, key, nbytes))
 
     def forget(self, key: int | None) -> None:
         """Makes a key a new one, or all of them for None. It doesn't write."""
-        self._events.append((key, 0, _FORGET))
+        self._events.append(_Event(_FORGET, key))
 
     def after_set(self, key: int, is_there: bool) -> None:
         """Hears what ``set`` is about to return. It may write."""
         if is_there and self._skip_first_hit:
-            self._events.append((key, 0, _SET))
+            self._events.append(_Event(_SET, key))
         self.tend()
 
     def tend(self) -> None:
@@ -173,19 +188,31 @@ class Trace:
 
     def _next_rows(self) -> list[str]:
         rows: list[str] = []
+        looked_up_next = self._looked_up_next
         for _ in range(len(self._events)):
             if len(rows) == self._rows_left:
                 break
-            key, nbytes, kind = self._events.popleft()
-            if kind == _FORGET:
-                self._forget(key)
-            elif kind == _SET:
-                self._looked_up_next.add(key)
-            elif kind == _HIT_OF_ITEM and key in self._looked_up_next:
-                self._looked_up_next.remove(key)
-            else:
-                rows.append(f"{self._number(key)},{nbytes}\n")
+            event = self._events.popleft()
+            row = event.row
+            if not row or looked_up_next:
+                row = self._row_of(event)
+            if row:
+                rows.append(row)
         return rows
+
+    def _row_of(self, event: _Event) -> str:
+        """Returns the row that an event makes, if any, and does what else it does."""
+        key = event.key
+        if event.kind == _FORGET:
+            self._forget(key)
+        elif event.kind == _SET:
+            self._looked_up_next.add(key)
+        elif event.kind == _HIT_OF_ITEM and key in self._looked_up_next:
+            self._looked_up_next.remove(key)
+        else:
+            event.row = event.row or f"{self._number(key)},{event.nbytes}\n"
+            return event.row
+        return ""
 
     def _number(self, key: int | None) -> int:
         number = self._numbers.get(key)
