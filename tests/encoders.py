@@ -59,10 +59,13 @@ class WaitingFlights(dict[int, Any]):
 
 
 @contextmanager
-def gated(max_size: int = 10_000) -> Iterator[tuple[CachedEncoder, GatedEncoder, Any]]:
+def gated(
+    max_size: int = 10_000, max_concurrency: int | None = None
+) -> Iterator[tuple[CachedEncoder, GatedEncoder, Any]]:
     """Yields an encoder whose encode waits, that encode, and a function that runs in a thread."""
     encode = GatedEncoder()
-    encoder = CachedEncoder(MultiModalStaticCache(max_size), encode, key=int)
+    cache = MultiModalStaticCache(max_size)
+    encoder = CachedEncoder(cache, encode, key=int, max_concurrency=max_concurrency)
     encoder._flights.by_key = WaitingFlights()
     with ThreadPoolExecutor(32) as pool:
         try:

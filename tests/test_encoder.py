@@ -174,6 +174,12 @@ def test_num_tokens_decides_where_there_are_as_many_rows_as_features() -> None:
         ({}, None, "a dense tensor, or a list or tuple of them, got dict"),
         (ModelOutput(h=ROWS, p=ROWS[:, 0]), None, "got ModelOutput: return one of its values, "),
         (Output(ROWS, ROWS[:, 0]), None, "got Output: return one field, such as output.hidden"),
+        (ROWS.max(dim=1), None, "got max: return one field, such as output.values"),
+        (ROWS.topk(1), None, "got topk: return one field, such as output.values"),
+        (torch.linalg.qr(ROWS), None, "return one field, such as output.Q"),
+        ([ROWS.max(dim=1)] * 2, None, "for feature 0: return one field, such as output.values"),
+        ((*ROWS.max(dim=1),), None, "got torch.float32 for feature 0 and torch.int64 for feature"),
+        ([ROWS[0] > 0, ROWS[1]], None, "torch.bool for feature 0 and torch.float32 for feature 1"),
         ((ROWS, ROWS[:, 0]), None, "a tensor [2, 3, 4] for feature 0 and a tensor [2, 4] for"),
         ((ROWS[:, 0], ROWS), None, "one for each feature, not several things about all of them"),
         ([ROWS[0], ROWS[0, :, :3]], None, "one rank and hidden size, got a tensor [3, 4] for"),
@@ -290,13 +296,46 @@ def test_the_mode_of_the_caller_does_not_count() -> None:
     assert not rows.requires_grad
 
 
-def test_a_coroutine_of_a_plain_function_is_refused() -> None:
-    async def later(features: list[Any]) -> list[torch.Tensor]:
+async def later(features: list[Any]) -> list[torch.Tensor]:
+    return []
+
+
+async def later_still(features: list[Any]) -> Any:
+    return later(features)
+
+
+async def as_task(features: list[Any]) -> Any:
+    return asyncio.ensure_future(later(features))
+
+
+class Module(torch.nn.Module):
+    async def forward(self, features: list[Any]) -> list[torch.Tensor]:
         return []
 
-    encoder = CachedEncoder(MultiModalStaticCache(10_000), lambda features: later(features))
-    with pytest.raises(ValueError, match="must be declared with async def"):
-        asyncio.run(encoder.encode_async([1]))
+
+@pytest.mark.parametrize(
+    ("encode", "message"),
+    [
+        (lambda features: later(features), "or a list or tuple of them, got coroutine: await it"),
+        (Module(), "got coroutine: await it in encode, as in: async def encode(images): return aw"),
+        (lambda features: [later([feature]) for feature in features], "for feature 0: await it in"),
+        (lambda features: (later(features),), "encode must return 2 embeddings, got 1"),
+        (later_still, "got coroutine: await it in encode, as in: async def encode(images): return"),
+        (as_task, "got Task: await it in encode, as in: async def encode(images): return await m"),
+    ],
+)
+def test_what_nobody_has_awaited_is_refused(encode: Any, message: str) -> None:
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  # the message is compared below
+        asyncio.run(encoder.encode_async([1, 2]))
+    assert message in str(caught.value)
+    del caught
+    gc.collect()  # a coroutine that was never awaited would warn of it
+
+
+def test_embeddings_of_two_floating_dtypes_may_be_mixed() -> None:
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), lambda _: [ROWS[0], ROWS[1].half()])
+    assert [rows.dtype for rows in encoder([1, 2])] == [torch.float32, torch.float16]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -561,7 +600,9 @@ def test_a_partial_of_a_coroutine_function_is_one() -> None:
 
 
 def test_what_can_not_be_traced_runs_outside_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(
+        torch.compiler, "_is_compiling_flag", True
+    )  # not the function: dynamo knows it
     assert outside_graphs(divmod)(7, 2) == (3, 1)
 
 

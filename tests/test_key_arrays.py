@@ -131,6 +131,32 @@ def test_gradients_and_devices_do_not_count(device: str) -> None:
     assert_same(plain, leaf)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch warns about itself
+def test_compiled_code_makes_the_same_keys_of_any_shape() -> None:
+    @torch.compile(backend="eager")
+    def keys(x: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+        features = [x, x.mT, [x, {"half": x.half()}], torch.nn.Parameter(x)]
+        return [hash_feature(feature) for feature in features], x + 1
+
+    try:
+        for size in (2, 3, 4):  # from the second on, torch compiles for any shape
+            x = torch.ones(size, 5)
+            expected = [hash_feature(feature) for feature in (x, x.mT, [x, {"half": x.half()}], x)]
+            assert keys(x)[0] == expected
+    finally:
+        torch.compiler.reset()  # type: ignore[no-untyped-call]
+
+
+def test_what_can_not_be_traced_is_hashed_outside_of_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = hash_feature(torch.ones(3))
+    monkeypatch.setattr(
+        torch.compiler, "_is_compiling_flag", True
+    )  # not the function: dynamo knows it
+    assert hash_feature(torch.ones(3)) == expected
+
+
 def test_what_is_hashed_is_not_changed() -> None:
     tensor = torch.arange(12.0).reshape(3, 4).T.requires_grad_()
     array_ = np.arange(12).reshape(3, 4)[:, ::-1]

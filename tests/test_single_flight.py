@@ -30,10 +30,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import EncoderOfNumbers, numbers
 
-from multimodal_cache import CachedEncoder, EmbeddingResult, MultiModalStaticCache
+from multimodal_cache import CachedEncoder, EmbeddingResult, MultiModalStaticCache, _calls
 from multimodal_cache._calls import Batch, Call
 from multimodal_cache._flights import Flights
-from multimodal_cache._gate import Gate
+from multimodal_cache._gate import Gate, require_no_running_loop
 from multimodal_cache._turns import Turns
 
 # Threads
@@ -306,6 +306,34 @@ def test_a_synchronous_call_on_a_running_loop_that_would_wait_is_an_error() -> N
         return encoder([1])
 
     assert numbers(asyncio.run(hit())) == [1]
+
+
+def test_a_synchronous_call_on_a_running_loop_waits_for_no_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And those who wait for what it has claimed encode that themselves."""
+    others: list[Future[Any]] = []
+
+    def when_another_waits() -> None:
+        if not others:
+            others.append(run(encoder, [2]))
+            joined(encoder)
+        require_no_running_loop()
+
+    monkeypatch.setattr(_calls, "require_no_running_loop", when_another_waits)
+
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match="await encode_async"):
+            encoder([2])
+
+    with gated(max_concurrency=1) as (encoder, encode, run):
+        first = run(encoder, [1])
+        wait_for(encode.begun)
+        run(asyncio.run, main()).result(LIMIT)
+        encode.gate.set()
+        assert numbers(first.result(LIMIT) + others[0].result(LIMIT)) == [1, 2]
+    assert (encoder._flights.by_key, encoder.stats().failures) == ({}, 0)
+    assert encoder._gate._turns._free == 1
 
 
 def test_a_callback_of_the_cache_that_calls_the_encoder_does_not_hang() -> None:
@@ -755,17 +783,34 @@ def test_a_synchronous_call_with_a_coroutine_function_is_an_error() -> None:
 
 def modes() -> dict[str, Any]:
     return {
-        "autocast": torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "dtypes": [torch.get_autocast_dtype(device) for device in ("cpu", "cuda")],
+        "cache": torch.is_autocast_cache_enabled(),
         "device": torch.get_default_device(),
         "inference": torch.is_inference_mode_enabled(),
         "grad": torch.is_grad_enabled(),
     }
 
 
+@contextlib.contextmanager
+def autocast_dtype(device: str, dtype: torch.dtype) -> Iterator[None]:
+    """Sets what autocast takes, and doesn't enable it."""
+    before = torch.get_autocast_dtype(device)
+    torch.set_autocast_dtype(device, dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_dtype(device, before)
+
+
 @pytest.mark.parametrize(
     "mode",
     [
         contextlib.nullcontext,
+        lambda: autocast_dtype("cpu", torch.float16),
+        lambda: autocast_dtype("cuda", torch.bfloat16),
+        lambda: torch.autocast("cpu", enabled=False, cache_enabled=False),
+        lambda: torch.autocast("cpu", cache_enabled=False),
         lambda: torch.autocast("cpu", dtype=torch.bfloat16),
         lambda: torch.autocast("cpu", dtype=torch.float16),
         torch.inference_mode,
@@ -934,6 +979,19 @@ def test_an_encode_from_inside_through_asyncio_needs_no_turn(nested: Any) -> Non
     asyncio.run(call())
     assert 1 in cache
     assert 2 in cache
+
+
+def test_an_encode_from_inside_through_asyncio_needs_no_thread_that_others_have() -> None:
+    def encode(features: list[int]) -> torch.Tensor:
+        for feature in features:
+            if feature:
+                limited(encoder.encode_async([feature - 1]))
+        return EncoderOfNumbers()(features)
+
+    with CachedEncoder(MultiModalStaticCache(10_000), encode, key=int) as encoder:
+        encoder._executor = ThreadPoolExecutor(1)
+        assert numbers(limited(encoder.encode_async([3]))) == [3]
+        assert encoder.stats().encoded == 4
 
 
 def test_who_is_interrupted_while_it_waits_for_its_turn_takes_none() -> None:

@@ -34,7 +34,7 @@ import torch
 
 from multimodal_cache._errors import Failure
 from multimodal_cache._flights import Claim, Flight, Flights, Landed, Want
-from multimodal_cache._gate import Gate, current_task
+from multimodal_cache._gate import Gate, current_task, require_no_running_loop
 from multimodal_cache._modes import Modes, outside_graphs
 from multimodal_cache._outputs import split_output
 from multimodal_cache._ownership import copy_out
@@ -127,10 +127,11 @@ class Batch:
 
     Attributes:
         claimed: What hasn't landed.
+        nested: Its call is inside ``encode``.
     """
 
     def __init__(self, flights: Flights, gate: Gate) -> None:
-        self._nested = gate.is_inside()  # asked here: another thread or task may encode
+        self.nested = gate.is_inside()  # asked here: another thread or task may encode
         self._flights = flights
         self._gate = gate
         self.claimed: list[Claim] = []
@@ -151,7 +152,9 @@ class Batch:
         """
         if not self.claimed:
             return
-        with self._landed_whatever_happens(), self._gate.turn(nested=self._nested) as turn:
+        with self._landed_whatever_happens(), self._gate.turn(nested=self.nested) as turn:
+            if not turn.done():
+                self._require_no_running_loop()
             turn.result()
             with self._gate.inside(threading.get_ident()):
                 self._flights.drop_mismatched(self.claimed)
@@ -159,9 +162,16 @@ class Batch:
                     output = self._enter(encode)
                 self._store_and_land(output)
 
+    def _require_no_running_loop(self) -> None:
+        try:
+            require_no_running_loop()
+        except RuntimeError:
+            self.land_without(None)  # it is no error of those who wait for what it has claimed
+            raise
+
     async def encode_async(self, encode: Callable[[list[Any]], Any]) -> None:
         """The same for an ``encode`` that is a coroutine function."""
-        with self._landed_whatever_happens(), self._gate.turn(nested=self._nested) as turn:
+        with self._landed_whatever_happens(), self._gate.turn(nested=self.nested) as turn:
             if not turn.done():
                 await asyncio.wrap_future(turn)
             with self._gate.inside(current_task()):

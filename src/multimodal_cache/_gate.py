@@ -105,6 +105,18 @@ class Gate:
             )
 
 
+def require_no_running_loop() -> None:
+    """Refuses to wait on a thread whose event loop would stand still meanwhile."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError(
+        "a synchronous call on the thread of a running event loop would have to wait for "
+        "another encode: await encode_async(...) instead"
+    )
+
+
 def current_task() -> asyncio.Task[Any] | None:
     """Returns the task that runs on this thread; None where there is none."""
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,8 @@ import torch
 
 from multimodal_cache._tensors import is_dense
 from multimodal_cache.base import EmbeddingResult
+
+_ONE_FOR_EACH = ": one for each feature, not several things about all of them"
 
 
 def split_output(output: Any, lengths: Sequence[int | None]) -> list[torch.Tensor]:
@@ -21,7 +23,7 @@ def split_output(output: Any, lengths: Sequence[int | None]) -> list[torch.Tenso
     """
     if is_dense(output):
         parts = _split_tensor(output, lengths)
-    elif isinstance(output, (list, tuple)) and not hasattr(output, "_fields"):
+    elif isinstance(output, (list, tuple)) and _fields(output) is None:
         parts = _parts(output, len(lengths))
     else:
         raise ValueError(_refusal(output))
@@ -36,6 +38,7 @@ def split_output(output: Any, lengths: Sequence[int | None]) -> list[torch.Tenso
 
 def _parts(output: Sequence[Any], count: int) -> list[torch.Tensor]:
     """Returns one part for each feature; refuses parts that can't be of one kind."""
+    _close_coroutines(output)
     if len(output) != count:
         raise ValueError(f"encode must return {count} embeddings, got {len(output)}")
     parts = []
@@ -49,8 +52,14 @@ def _parts(output: Sequence[Any], count: int) -> list[torch.Tensor]:
         if (part.ndim, part.shape[-1]) != (output[0].ndim, output[0].shape[-1]):
             raise ValueError(
                 "encode must return tensors of one rank and hidden size, got "
-                f"{_describe(output[0])} for feature 0 and {_describe(part)} for feature {index}: "
-                "one for each feature, not several things about all of them"
+                f"{_describe(output[0])} for feature 0 and {_describe(part)} for feature {index}"
+                f"{_ONE_FOR_EACH}"
+            )
+        if part.is_floating_point() != output[0].is_floating_point():
+            raise ValueError(
+                "encode must return tensors that are all of floats, or none, got "
+                f"{output[0].dtype} for feature 0 and {part.dtype} for feature {index}"
+                f"{_ONE_FOR_EACH}"
             )
         parts.append(rows)
     return parts
@@ -58,9 +67,7 @@ def _parts(output: Sequence[Any], count: int) -> list[torch.Tensor]:
 
 def _refusal(output: Any) -> str:
     """Says what to return instead of something that is neither a tensor nor a list of them."""
-    if inspect.iscoroutine(output):
-        output.close()  # nobody will await it
-        return "encode returned a coroutine: it must be declared with async def"
+    _close_coroutines([output])
     expected = "encode must return a dense tensor, or a list or tuple of them"
     return f"{expected}, got {_describe(output)}{_advice(output)}"
 
@@ -73,10 +80,28 @@ def _advice(output: Any) -> str:
         return ": return torch.from_numpy(...) of it"
     if isinstance(output, Mapping) and len(output):
         return f": return one of its values, such as output[{next(iter(output))!r}]"
-    fields: Any = getattr(output, "_fields", None) if isinstance(output, tuple) else None
-    if fields:  # of a named tuple
+    if inspect.isawaitable(output):  # of a wrapper, or of a module whose forward is async
+        return ": await it in encode, as in: async def encode(images): return await model(images)"
+    fields = _fields(output)
+    if fields:
         return f": return one field, such as output.{fields[0]}"
     return ""
+
+
+def _fields(output: Any) -> Sequence[str] | None:
+    """Returns the names in a named tuple, or in one of torch's such as that of ``torch.max``."""
+    if not isinstance(output, tuple):
+        return None
+    if hasattr(output, "n_sequence_fields"):
+        return type(output).__match_args__  # type: ignore[attr-defined,no-any-return]
+    return getattr(output, "_fields", None)
+
+
+def _close_coroutines(items: Iterable[Any]) -> None:
+    """Closes what nobody will await, or Python would warn of it."""
+    for item in items:
+        if inspect.iscoroutine(item):
+            item.close()
 
 
 def _split_tensor(output: torch.Tensor, lengths: Sequence[int | None]) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import functools
 import inspect
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn, SupportsIndex, TypeAlias, TypeVar
@@ -15,7 +16,7 @@ import torch
 
 from multimodal_cache._calls import Batch, Call
 from multimodal_cache._flights import Flights
-from multimodal_cache._gate import Gate
+from multimodal_cache._gate import Gate, require_no_running_loop
 from multimodal_cache._modes import Modes
 from multimodal_cache.base import MultimodalCache, as_int, ordered_items, single_key
 from multimodal_cache.keys import hash_feature
@@ -45,17 +46,18 @@ class CachedEncoder:
             distinct key once, in first-seen order: around a model that takes a batch, pass
             ``lambda images: model(torch.stack(images))``. It returns their embeddings:
 
-            - a list or tuple with one tensor for each feature, all of one rank and hidden size.
-              The first dimensions are flattened to ``[tokens, hidden]``; ``[hidden]`` is one row;
+            - a list or tuple with one tensor for each feature, all of one rank and hidden size,
+              and all of floats or none. The first dimensions are flattened to
+              ``[tokens, hidden]``; ``[hidden]`` is one row;
             - one tensor ``[features, tokens, hidden]``;
             - one tensor ``[features, hidden]``, of one row each, where ``num_tokens`` isn't given;
             - or one tensor ``[tokens of all features, hidden]``, which is cut by ``num_tokens``;
               for one feature that isn't needed. There ``num_tokens`` is trusted: only its sum
               can be checked.
 
-            Return the embeddings alone. A named tuple or a mapping, such as the output of a
-            model of ``transformers``, is refused; a plain tuple of as many things of one shape as
-            there are features can't be told from their embeddings.
+            Return the embeddings alone. A named tuple or a mapping, such as the output of
+            ``torch.max`` or of a model of ``transformers``, is refused; a plain tuple of as many
+            things of one shape as there are features can't be told from their embeddings.
 
             It runs under ``torch.no_grad()``, on several threads at once for different images: it
             must allow that, or ``max_concurrency`` be 1. Autocast and the like have no part in a
@@ -72,7 +74,8 @@ class CachedEncoder:
         max_concurrency: How many calls of ``encode`` may run at once, from threads and tasks
             together; the others wait for their turn, in order. By default there is no limit but
             that of the threads that ``encode_async`` has for a plain ``encode``, which is
-            ``min(32, os.cpu_count() + 4)``. An ``encode`` inside another one is a part of that.
+            ``min(32, os.cpu_count() + 4)``. An ``encode`` inside another one is a part of that,
+            and has a thread beyond those if it needs one.
 
     An encoder can be neither pickled nor copied. ``close()``, or the end of its ``with`` block,
     ends its threads.
@@ -112,6 +115,8 @@ class CachedEncoder:
         self._tasks: set[asyncio.Task[None]] = set()
         # Not that of the loop, which may be full of synchronous calls that wait for a flight.
         self._executor = ThreadPoolExecutor(thread_name_prefix="CachedEncoder")
+        # For encodes inside of others, which may have all of those threads and wait for these.
+        self._nested_executor = ThreadPoolExecutor(sys.maxsize, "CachedEncoder")
 
     def __call__(
         self,
@@ -139,11 +144,12 @@ class CachedEncoder:
             TypeError: An argument is of the wrong type, or ``encode`` is a coroutine function.
             ValueError: The arguments differ in length, or what ``encode`` returned has the
                 wrong type, number or shape. Nothing of it is cached.
-            RuntimeError: The call would have to wait where that might never end: inside
-                ``encode`` of this encoder, or on a thread whose event loop is running. Inside is
-                what runs on its thread or in its task, or in a task that it awaits directly. (It
-                must not wait in another way, as by ``asyncio.gather``, for a call that wants what
-                it encodes: that isn't noticed, and hangs.) Or the encoder is closed.
+            RuntimeError: The call would have to wait, for what another one encodes or for its
+                turn, where that might never end: inside ``encode`` of this encoder, or on a
+                thread whose event loop is running. Inside is what runs on its thread or in its
+                task, or in a task that it awaits directly. (It must not wait in another way, as
+                by ``asyncio.gather``, for a call that wants what it encodes, or needs a turn:
+                that isn't noticed, and hangs.) Or the encoder is closed.
             Exception: What ``encode`` raised, here or, if it encoded nothing but a key that
                 this call waited for, elsewhere: then in an error of this call's own, also where
                 the first caller's feature was at fault. Failures aren't remembered.
@@ -161,7 +167,7 @@ class CachedEncoder:
                 for want, flight in call.awaited:
                     if not flight.landed.done():
                         self._gate.require_outside()
-                        _require_no_running_loop()
+                        require_no_running_loop()
                     call.take(want, flight, flight.landed.result())
         finally:
             call.abandon()
@@ -178,8 +184,9 @@ class CachedEncoder:
         Keys are made in a worker thread of the event loop. A plain ``encode`` runs in a thread of
         the encoder's own, under the autocast, inference mode and default device that the caller
         had when the call began, and with its context variables; but with that thread's current
-        CUDA device and stream, and without the caller's ``TorchFunctionMode`` and
-        ``TorchDispatchMode``. A coroutine function runs on the loop, under what is set there.
+        CUDA device and stream, and without whatever else torch keeps by thread: the caller's
+        ``TorchFunctionMode`` and ``TorchDispatchMode``, hooks of saved tensors, whether forward
+        AD is enabled. A coroutine function runs on the loop, under what is set there.
         Waiting takes no thread. Cancelling the task doesn't cancel an ``encode`` that was begun:
         it finishes, and its embeddings are cached. A loop that is closed with such a task in it,
         uncancelled, leaves its keys claimed for ever.
@@ -229,7 +236,8 @@ class CachedEncoder:
                 inside it. One that is a coroutine function is left to its loop.
         """
         self._gate.closed = True
-        self._executor.shutdown(wait=wait and not self._gate.is_inside())
+        for executor in (self._executor, self._nested_executor):
+            executor.shutdown(wait=wait and not self._gate.is_inside())
 
     def __enter__(self) -> CachedEncoder:
         return self
@@ -290,7 +298,8 @@ class CachedEncoder:
         if not self._is_async:
             run = contextvars.copy_context().run
             loop = asyncio.get_running_loop()
-            return loop.run_in_executor(self._executor, run, batch.encode, self._encode, modes)
+            executor = self._nested_executor if batch.nested else self._executor
+            return loop.run_in_executor(executor, run, batch.encode, self._encode, modes)
         task = asyncio.ensure_future(batch.encode_async(self._encode))
         self._tasks.add(task)  # the loop itself would let go of it
         task.add_done_callback(self._tasks.discard)
@@ -298,7 +307,7 @@ class CachedEncoder:
         return task
 
 
-# Arguments, and event loops
+# Arguments
 
 
 def _require_cache(cache: Any, encode: Any) -> None:
@@ -354,16 +363,4 @@ def _is_coroutine_function(function: Any) -> bool:
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004  # of an object, maybe
-    )
-
-
-def _require_no_running_loop() -> None:
-    """Refuses to wait on a thread whose event loop would stand still meanwhile."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    raise RuntimeError(
-        "a synchronous call on the thread of a running event loop would have to wait for "
-        "an image that is being encoded: await encode_async(...) instead"
     )
