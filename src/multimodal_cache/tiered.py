@@ -302,7 +302,7 @@ class TieredCache(MultiModalStaticCache):
         except _OutOfMemoryError:
             pass  # there may be some yet, now that room was made
         on_device = self._entries.get(entry[1])
-        if on_device is not None:
+        if on_device is not None and left == self._generation:
             return on_device[0], why_not
         try:
             return self._own(entry, replacements)[0], why_not
