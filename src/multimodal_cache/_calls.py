@@ -27,6 +27,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -67,7 +68,7 @@ class Call:
         self._batch: Batch | None = None
         self.awaited: list[tuple[Want, Flight]] = []
         self._counted = False
-        self._coalesced = 0
+        self._coalesced = self._coalesced_tokens = 0
         self._wants: list[Want] = []
         self._by_feature: list[Want] = []
         known: dict[tuple[int, int | None], Want] = {}
@@ -105,11 +106,12 @@ class Call:
         elif landed is not None and want.fits(landed):
             want.embedding = landed
             self._coalesced += want.uses
+            self._coalesced_tokens += want.uses * landed.shape[0]
 
     def embeddings(self) -> list[Any]:
         """Returns the embedding of each feature, when all are there."""
         if self._coalesced:
-            self._flights.count(coalesced=self._coalesced)
+            self._flights.count_coalesced(self._coalesced, self._coalesced_tokens)
         return [want.embedding for want in self._by_feature]
 
     def abandon(self) -> None:
@@ -136,6 +138,7 @@ class Batch:
         self._gate = gate
         self.claimed: list[Claim] = []
         self._entered = self._counted = self._left = False
+        self._seconds = 0.0
         self._error: Exception | None = None
 
     # An error isn't returned, and isn't kept by a frame of these: its traceback holds them, and
@@ -158,8 +161,9 @@ class Batch:
             turn.result()
             with self._gate.inside(threading.get_ident()):
                 self._flights.drop_mismatched(self.claimed)
-                with modes.entered() if modes else contextlib.nullcontext(), torch.no_grad():
-                    output = self._enter(encode)
+                entered = modes.entered() if modes else contextlib.nullcontext()
+                with entered, torch.no_grad(), self._timed():
+                    output = encode(self._features())
                 self._store_and_land(output)
 
     def _require_no_running_loop(self) -> None:
@@ -176,7 +180,8 @@ class Batch:
                 await asyncio.wrap_future(turn)
             with self._gate.inside(current_task()):
                 self._flights.drop_mismatched(self.claimed)
-                output = await self._gate.without_grad(self._enter(encode))
+                with self._timed():
+                    output = await self._gate.without_grad(encode(self._features()))
                 self._store_and_land(output)
 
     @contextlib.contextmanager
@@ -193,9 +198,17 @@ class Batch:
             self.land_without(None)
             raise
 
-    def _enter(self, encode: Callable[[list[Any]], Any]) -> Any:
+    def _features(self) -> list[Any]:
+        return [want.feature for want, _ in self.claimed]
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
         self._entered = True
-        return encode([want.feature for want, _ in self.claimed])
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds = time.perf_counter() - began
 
     def leave(self) -> None:
         """Says that nobody will ask for the error, which may come at any time."""
@@ -244,11 +257,8 @@ class Batch:
             return
         if not self._counted:
             self._counted = True
-            encoded = [want for want, _ in claimed if want.embedding is not None]
-            self._flights.count(
-                encoded=len(encoded),
-                coalesced=sum(want.uses - 1 for want in encoded),
-                failures=self._entered and not encoded,
-            )
+            if self._entered:
+                encoded = [want for want, _ in claimed if want.embedding is not None]
+                self._flights.count_encode(encoded, self._seconds)
         self._flights.land(claimed, outcomes)
         self.claimed = []

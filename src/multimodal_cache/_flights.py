@@ -73,8 +73,10 @@ class Flights:
         self._lock = threading.RLock()  # a finalizer may call back
         self.by_key: dict[int, Flight] = {}
         self.landings = 0
-        self._calls = self._hits = self._encoded = self._coalesced = 0
-        self._row_mismatches = self._failures = 0
+        self._calls = self._row_mismatches = self._encodes = self._failures = 0
+        self._encode_seconds = 0.0
+        self._hits = self._encoded = self._coalesced = 0
+        self._hit_tokens = self._encoded_tokens = self._coalesced_tokens = 0
 
     def look_up(self, wants: Iterable[Want], *, calls: int) -> list[Want]:
         """Looks up what has no embedding yet; returns what is missing.
@@ -85,7 +87,7 @@ class Flights:
         """
         get_single = self._cache.get_single
         missing = []
-        hits = 0
+        hits = tokens = 0
         for want in wants:
             if want.embedding is not None:
                 continue
@@ -94,12 +96,14 @@ class Flights:
             if embedding is not None and want.fits(embedding):
                 want.embedding = embedding
                 hits += want.uses
+                tokens += want.uses * embedding.shape[0]
             else:
                 want.mismatched = found is not None
                 missing.append(want)
         with self._lock:
             self._calls += calls
             self._hits += hits
+            self._hit_tokens += tokens
         return missing
 
     def claim(
@@ -185,12 +189,29 @@ class Flights:
             if flight is not None and not flight.landed.done():
                 flight.landed.set_result(outcome)
 
-    def count(self, *, encoded: int = 0, coalesced: int = 0, failures: int = 0) -> None:
-        """Adds to the counters, of features and of encodes."""
+    def count_encode(self, encoded: Iterable[Want], seconds: float) -> None:
+        """Counts a call of ``encode`` that has ended; of a failed one nothing is ``encoded``."""
+        features = tokens = coalesced = coalesced_tokens = 0
+        for want in encoded:
+            rows = want.embedding.shape[0]  # type: ignore[union-attr]  # it is encoded
+            features += 1
+            tokens += rows
+            coalesced += want.uses - 1
+            coalesced_tokens += (want.uses - 1) * rows
         with self._lock:
-            self._encoded += encoded
+            self._encodes += 1
+            self._encode_seconds += seconds
+            self._failures += not features
+            self._encoded += features
+            self._encoded_tokens += tokens
             self._coalesced += coalesced
-            self._failures += failures
+            self._coalesced_tokens += coalesced_tokens
+
+    def count_coalesced(self, features: int, tokens: int) -> None:
+        """Counts what other calls have encoded."""
+        with self._lock:
+            self._coalesced += features
+            self._coalesced_tokens += tokens
 
     def stats(self) -> EncoderStats:
         """Returns a consistent snapshot of the counters."""
@@ -198,8 +219,13 @@ class Flights:
             return EncoderStats(
                 calls=self._calls,
                 hits=self._hits,
+                hit_tokens=self._hit_tokens,
                 encoded=self._encoded,
+                encoded_tokens=self._encoded_tokens,
                 coalesced=self._coalesced,
+                coalesced_tokens=self._coalesced_tokens,
+                encodes=self._encodes,
+                encode_seconds=self._encode_seconds,
                 row_mismatches=self._row_mismatches,
                 failures=self._failures,
             )

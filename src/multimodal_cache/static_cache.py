@@ -159,8 +159,8 @@ class MultiModalStaticCache(MultimodalCache):
         self._generation = 0
         self._warned_of_size = False
         self._hits_to_come = itertools.repeat(None, sys.maxsize)  # next() is exact in all threads
-        self._misses = self._insertions = 0
-        self._evictions = self._evicted_bytes = self._rejections = self._collisions = 0
+        self._misses = self._insertions = self._inserted_bytes = self._collisions = 0
+        self._evictions = self._evicted_bytes = self._rejections = self._rejected_bytes = 0
         self._lock = threading.RLock()
 
     @property
@@ -414,9 +414,11 @@ class MultiModalStaticCache(MultimodalCache):
                 hits=sys.maxsize - operator.length_hint(self._hits_to_come),
                 misses=self._misses,
                 insertions=self._insertions,
+                inserted_bytes=self._inserted_bytes,
                 evictions=self._evictions,
                 evicted_bytes=self._evicted_bytes,
                 rejections=self._rejections,
+                rejected_bytes=self._rejected_bytes,
                 collisions=self._collisions,
                 entries=len(self.mm_cache),
                 current_size=self._current_size,
@@ -517,12 +519,14 @@ class MultiModalStaticCache(MultimodalCache):
                     self.mm_cache[key] = entry[0]
                     self._changing = None
                     self._insertions += 1
+                    self._inserted_bytes += nbytes
                     if self._trace is not None:
                         self._trace.request(key, nbytes)
                     return True
 
     def _reject(self, entry: _Entry) -> None:
         self._rejections += 1
+        self._rejected_bytes += entry[2]
         if self._trace is not None:
             self._trace.request(entry[1], entry[2])
 

@@ -165,7 +165,9 @@ class TieredCache(MultiModalStaticCache):
             host_hits=host.hits,
             misses=host.misses,
             insertions=host.insertions,
+            inserted_bytes=host.inserted_bytes,
             rejections=host.rejections,
+            rejected_bytes=host.rejected_bytes,
             collisions=host.collisions,
         )
 
