@@ -25,7 +25,8 @@ import pytest
 import torch
 from support import WRAP, keys, recount, result
 
-from multimodal_cache import EmbeddingResult, MultiModalStaticCache, static_cache
+from multimodal_cache import EmbeddingResult, MultiModalStaticCache, static_cache, tiered
+from multimodal_cache.tiered import TieredCache
 
 ONE = MultiModalStaticCache.combine_hashes([5])
 OTHER = MultiModalStaticCache.combine_hashes([5 + WRAP])
@@ -59,12 +60,27 @@ class Interrupted(BaseException):
     """What the signal handler raises."""
 
 
-def full_cache(**options: Any) -> MultiModalStaticCache:
-    """Returns a cache that 120 bytes fill: 40 for each of 1, 2 and ``ONE``."""
-    cache = MultiModalStaticCache(120, **options)
+TIERS: dict[str, Callable[[], TieredCache]] = {
+    "as much host memory as the device has": lambda: TieredCache(120, 120),
+    "more host memory": lambda: TieredCache(80, 160),
+}
+CACHES: dict[str, Callable[[], Any]] = {"plain": lambda: MultiModalStaticCache(120), **TIERS}
+
+
+def full_cache(kind: str = "plain") -> Any:
+    """Returns a cache that 120 bytes fill: 40 for each of 1, 2 and ``ONE``.
+
+    One that has more host memory has 80 on the device, where 1 isn't any more.
+    """
+    cache = CACHES[kind]()
     for key in (1, ONE, 2):
         assert cache.set(key, result(10))
     return cache
+
+
+def whole(cache: Any) -> Any:
+    """Returns the tier that holds all."""
+    return getattr(cache, "host", cache)
 
 
 def interrupt_at(instruction: int, call: Callable[[], object]) -> bool:
@@ -72,7 +88,7 @@ def interrupt_at(instruction: int, call: Callable[[], object]) -> bool:
     left = itertools.count(instruction, -1)
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_filename != static_cache.__file__:
+        if frame.f_code.co_filename not in (static_cache.__file__, tiered.__file__):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode" and next(left) == 0:
@@ -90,45 +106,67 @@ def interrupt_at(instruction: int, call: Callable[[], object]) -> bool:
     return False
 
 
+def require_right_books(cache: MultiModalStaticCache) -> None:
+    for tier in (cache, whole(cache)):
+        assert 0 <= tier.current_size == recount(tier)
+    assert len(cache) == len(whole(cache).mm_cache)
+    cache.check()
+
+
 def require_that_it_works(cache: MultiModalStaticCache) -> None:
     """Fails unless the books are right, and stay so."""
-    assert 0 <= cache.current_size == recount(cache)
-    assert len(cache) == len(cache.mm_cache)
-    cache.check()
+    require_right_books(cache)
     cache.resize(120)
     for key in (ONE, OTHER, 1, 3, 4, 9):
         assert cache.set(key, result(10))
         assert cache.get_single(key) is not None
-        assert cache.current_size == recount(cache)
+        require_right_books(cache)
     assert cache.get([5 + WRAP]) is None
-    assert keys(cache) == [3, 4, 9]
+    assert keys(cache) == [3, 4, 9] == keys(whole(cache))[-3:]
     cache.clear()
-    assert (len(cache), cache.current_size) == (0, 0)
-    cache.check()
+    require_right_books(cache)
+    assert (len(cache), cache.current_size, whole(cache).current_size) == (0, 0, 0)
     assert min(dataclasses.astuple(cache.stats())) >= 0
 
 
+@pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_may_be_broken_off_at_every_instruction(name: str) -> None:
-    interrupt_at(1_000_000, partial(CALLS[name], full_cache()))  # Python 3.12 traces from then on
+def test_a_call_may_be_broken_off_at_every_instruction(name: str, kind: str) -> None:
+    # Python 3.12 traces from then on
+    interrupt_at(1_000_000, partial(CALLS[name], full_cache(kind)))
     for instruction in itertools.count():
-        cache = full_cache()
+        cache = full_cache(kind)
         if not interrupt_at(instruction, partial(CALLS[name], cache)):
             break
         require_that_it_works(cache)
     assert instruction > 5
 
 
-@pytest.mark.parametrize("name", ["set, which evicts", "free, a list", "resize"])
-def test_what_comes_after_an_interruption_may_be_interrupted(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "after"),
+    [
+        ("set, which evicts", "plain", "current_size"),
+        ("free, a list", "plain", "current_size"),
+        ("resize", "plain", "current_size"),
+        ("free, a list", "as much host memory as the device has", "len"),
+    ],
+)
+def test_what_comes_after_an_interruption_may_be_interrupted(
+    name: str, kind: str, after: str
+) -> None:
     for first in itertools.count():
         for second in itertools.count():
-            cache = full_cache()
+            cache = full_cache(kind)
             if not interrupt_at(first, partial(CALLS[name], cache)):
                 return
-            if not interrupt_at(second, partial(CALLS["current_size"], cache)):
+            if not interrupt_at(second, partial(CALLS[after], cache)):
                 break
-            require_that_it_works(cache)
+            if kind == "plain":
+                require_that_it_works(cache)
+            else:  # which takes longer
+                require_right_books(cache)
+                cache.clear()
+                require_right_books(cache)
 
 
 Change = Callable[[Any], object]
@@ -146,13 +184,73 @@ BROKEN_OFF: dict[str, Change] = {
 
 @pytest.mark.parametrize("state", BROKEN_OFF)
 @pytest.mark.parametrize("name", CALLS)
-def test_whoever_comes_next_mends_what_was_broken_off(state: str, name: str) -> None:
-    cache = full_cache()
+@pytest.mark.parametrize("kind", CACHES)
+def test_whoever_comes_next_mends_what_was_broken_off(state: str, name: str, kind: str) -> None:
+    cache = full_cache(kind)
+    tier = whole(cache)
+    BROKEN_OFF[state](tier)
+    tier._changing = int(ONE)
+    CALLS[name](cache)
+    cache.check()
+    assert ONE not in cache
+    assert cache.mm_cache.keys() <= tier.mm_cache.keys()
+    require_that_it_works(cache)
+
+
+@pytest.mark.parametrize("state", BROKEN_OFF)
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("kind", TIERS)
+def test_what_was_broken_off_on_the_device_is_mended_there(
+    state: str, name: str, kind: str
+) -> None:
+    """As when an entry leaves the device alone, or is on its way in."""
+    cache = full_cache(kind)
     BROKEN_OFF[state](cache)
     cache._changing = int(ONE)
     CALLS[name](cache)
     cache.check()
+    require_that_it_works(cache)
+
+
+@pytest.mark.parametrize("state", BROKEN_OFF)
+@pytest.mark.parametrize("name", CALLS)
+def test_what_was_broken_off_in_both_tiers_is_mended_in_both(state: str, name: str) -> None:
+    cache = full_cache("as much host memory as the device has")
+    BROKEN_OFF[state](cache)
+    cache._changing = cache.host._changing = int(ONE)
+    CALLS[name](cache)
+    cache.check()
     assert ONE not in cache
+    assert cache.mm_cache.keys() <= cache.host.mm_cache.keys()
+    require_that_it_works(cache)
+
+
+@pytest.mark.parametrize("kind", TIERS)
+def test_a_removal_from_the_host_mends_what_was_broken_off_just_before(kind: str) -> None:
+    cache = full_cache(kind)
+    cache.host.mm_cache.pop(ONE)
+    cache.host._changing = int(ONE)
+    assert cache.host._remove(2) is not None
+    assert cache.host._remove(2) is None
+    assert keys(cache.host) == [1]
+    assert cache.mm_cache.keys() <= {1}
+    require_that_it_works(cache)
+
+
+def test_a_removal_that_a_finalizer_mends_on_the_way_is_done_once() -> None:
+    """The garbage collector may run it while the device forgets the entry."""
+    cache = full_cache("more host memory")
+    leave_device = cache.host._leave_device
+
+    def leave(key: int) -> Any:
+        cache.host._leave_device = leave_device
+        left = leave_device(key)
+        assert len(cache) == 2
+        return left
+
+    cache.host._leave_device = leave
+    assert cache.free(2)
+    assert (keys(cache), keys(cache.host)) == ([ONE], [1, ONE])
     require_that_it_works(cache)
 
 
@@ -229,7 +327,7 @@ def loops_under_a_lock(path: Path) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("module", ["static_cache.py", "_flights.py", "_turns.py"])
+@pytest.mark.parametrize("module", ["static_cache.py", "tiered.py", "_flights.py", "_turns.py"])
 def test_no_loop_jumps_back_in_a_with_that_takes_the_lock(module: str) -> None:
     """Seen with CPython 3.12.1 and 3.13.0, which leave that jump out of the ``with``.
 
@@ -249,10 +347,12 @@ def _raising_alarm() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_raising_alarm")
+@pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("name", CALLS)
-def test_a_signal_leaves_the_lock_free_and_the_books_right(name: str) -> None:
+def test_a_signal_leaves_the_lock_free_and_the_books_right(name: str, kind: str) -> None:
     rng = random.Random(name)
-    cache = full_cache()
+    cache = full_cache(kind)
+    max_size = cache.max_size
     fill = [(1, result(10)), (ONE, result(10)), (2, result(10))]
     call = CALLS[name]
     with ThreadPoolExecutor(1) as other_thread:
@@ -264,10 +364,9 @@ def test_a_signal_leaves_the_lock_free_and_the_books_right(name: str) -> None:
                     for key, value in fill:
                         cache.set(key, value)
                     call(cache)
-                    cache.max_size = 120
+                    cache.max_size = max_size
             except Interrupted:
                 pass
             assert other_thread.submit(cache.stats).result(timeout=60).entries <= 3
-            assert 0 <= cache.current_size == recount(cache)
-            cache.check()
+            require_right_books(cache)
     require_that_it_works(cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import sys
 import warnings
 import weakref
 from collections import Counter, OrderedDict, defaultdict, namedtuple
@@ -18,7 +19,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import UNCOUNTABLE, kept_bytes, keys, recount, result
+from support import UNCOUNTABLE, filled, kept_bytes, keys, recount, result
 
 from multimodal_cache import EmbeddingResult, EmbeddingTypeError, MultiModalStaticCache
 from multimodal_cache._ownership import _plan_with_care, plan_ownership
@@ -579,6 +580,111 @@ def test_a_tensor_that_can_not_be_counted_is_refused(kind: str, key: int | None)
     assert cache.stats() == before
 
 
+class NoClone(torch.Tensor):
+    def clone(self, **options: Any) -> Any:
+        raise TypeError("it is only here")
+
+
+class NoDetach(torch.Tensor):
+    def detach(self) -> Any:
+        raise OSError("it is only here")
+
+
+class NoFunctions(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.clone, torch.Tensor.detach):
+            raise TypeError("it is only here")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class NoOptions(torch.Tensor):
+    def clone(self) -> Any:
+        return super().clone()
+
+
+class BecomesNumpy(torch.Tensor):
+    def clone(self, **options: Any) -> Any:
+        return np.zeros(len(self), np.float32)
+
+    detach = clone
+
+
+@pytest.mark.parametrize(
+    ("cls", "tensor", "message"),
+    [
+        (NoClone, torch.zeros(100)[:10], "failed: TypeError: it is only here"),
+        (NoClone, torch.zeros(100)[::10], "failed: TypeError: it is only here"),
+        (NoFunctions, torch.zeros(100)[:10], "failed: TypeError: it is only here"),
+        (NoOptions, torch.zeros(100)[::10], "got an unexpected keyword argument 'memory_format'"),
+        (BecomesNumpy, torch.zeros(100)[:10], "became ndarray"),
+        (NoDetach, torch.zeros(10, requires_grad=True), "failed: OSError: it is only here"),
+        (NoDetach, torch.zeros(99, requires_grad=True)[:10], "failed: OSError: it is only here"),
+        (NoFunctions, torch.zeros(10, requires_grad=True), "failed: TypeError: it is only here"),
+        (BecomesNumpy, torch.zeros(10, requires_grad=True), "became ndarray"),
+    ],
+)
+@pytest.mark.parametrize("make", [EmbeddingResult, lambda embedding: Record(embedding, ())])
+def test_a_tensor_whose_class_forbids_its_copy_is_refused_before_evictions(
+    make: Any, cls: type[torch.Tensor], tensor: torch.Tensor, message: str
+) -> None:
+    cache = filled(80, 1, 2)
+    before = cache.stats()
+    with pytest.raises(EmbeddingTypeError, match=rf"a {cls.__name__} that must be .*{message}$"):
+        cache.set(3, make(embedding=tensor.as_subclass(cls)))
+    assert keys(cache) == [1, 2]
+    assert cache.stats() == before
+
+
+class Boxes(torch.Tensor):
+    """A tensor whose copies need what hangs on it, in the way of its class."""
+
+    __slots__ = ("scale", "unset")
+    scale: float
+
+    def clone(self, **options: Any) -> Boxes:
+        if self.is_contiguous():
+            assert not options
+        made = super().clone(**options)
+        made.format, made.scale = self.format, self.scale
+        return made
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda t: t[2],
+        lambda t: t[2, 3],
+        lambda t: t[:, 1],
+        lambda t: t[:0],
+        lambda t: t[1:, ::2],
+        lambda t: t.requires_grad_()[1:],
+    ],
+)
+def test_a_tensor_is_asked_for_its_copy_with_what_hangs_on_it(part: Any) -> None:
+    tensor = part(torch.arange(32.0).reshape(8, 4)).as_subclass(Boxes)
+    tensor.format, tensor.scale = "XYXY", 2.0
+    if tensor.requires_grad:  # detached first, which forgets them
+        with pytest.raises(EmbeddingTypeError, match="a Boxes that must be copied"):
+            MultiModalStaticCache(ROOMY).set(1, EmbeddingResult(embedding=tensor))
+        return
+    _, stored = store(tensor)
+    assert type(stored) is Boxes
+    assert (stored.format, stored.scale) == ("XYXY", 2.0)
+    assert torch.equal(stored, tensor)
+
+
+def test_an_error_of_torch_in_a_copy_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def clone(tensor: torch.Tensor, **options: Any) -> Any:
+        raise RuntimeError(f"the device of {tensor.dtype} is lost")
+
+    cache = MultiModalStaticCache(ROOMY)
+    monkeypatch.setattr(torch.Tensor, "clone", clone)
+    with pytest.raises(RuntimeError, match="^the device of torch.float32 is lost$"):
+        cache.set(1, EmbeddingResult(embedding=torch.zeros(99)[:20]))
+    assert cache.check() is None
+
+
 def test_the_refusal_says_what_came() -> None:
     cache = MultiModalStaticCache(80)
     with pytest.raises(EmbeddingTypeError) as caught:
@@ -644,16 +750,163 @@ def test_what_is_no_result_is_named(value: Any, name: str) -> None:
         cache.set(1, value)
 
 
-def test_fields_may_contain_themselves_unless_they_must_be_rebuilt() -> None:
-    cache = MultiModalStaticCache(80)
-    value = Deepstack(embedding=torch.zeros(1), layers=[torch.zeros(2)])
-    value.layers.append(value.layers)  # type: ignore[arg-type]
+# Results that contain themselves
+
+
+class ListWithAttribute(list[Any]):
+    other: torch.Tensor
+
+
+@dataclass
+class Node:
+    parts: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FrozenNode:
+    parts: Any
+
+
+class Record:
+    """A result that is no dataclass."""
+
+    def __init__(self, embedding: torch.Tensor, parts: Any) -> None:
+        self.embedding = embedding
+        self.parts = parts
+
+
+def inside(value: Any) -> list[Any]:
+    """Returns what a container of those above holds."""
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if isinstance(value, Record):
+        return [value.embedding, value.parts]
+    return [value.parts] if isinstance(value, (Node, FrozenNode)) else []
+
+
+def graph(root: Any) -> dict[int, tuple[Any, list[Any]]]:
+    """Returns all that can be reached, each with what it holds, by id."""
+    found: dict[int, tuple[Any, list[Any]]] = {}
+    ahead = [root]
+    while ahead:
+        value = ahead.pop()
+        if id(value) not in found:
+            found[id(value)] = value, inside(value)
+            ahead += inside(value)
+    return found
+
+
+def must_be_copied(value: Any) -> bool:
+    """Whether a window on a larger storage can be reached."""
+    return any(
+        isinstance(part, torch.Tensor) and part.nbytes != part.untyped_storage().nbytes()
+        for part, _ in graph(value).values()
+    )
+
+
+def assert_twins(original: Any, twin: Any) -> None:
+    """They are one graph, in which all is shared that may be."""
+    twins, originals = {id(original): twin}, {id(twin): original}
+    for value, parts in graph(original).values():
+        copied = twins[id(value)]
+        assert (copied is value) is not must_be_copied(value)
+        assert type(copied) is type(value)
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(copied, value)
+            assert not must_be_copied(copied)
+        elif isinstance(value, dict):
+            assert list(copied) == list(value)
+        for part, its_twin in zip(parts, inside(copied), strict=True):
+            assert twins.setdefault(id(part), its_twin) is its_twin
+            assert originals.setdefault(id(its_twin), part) is part
+
+
+def set_parts(node: Any, parts: list[Any]) -> None:
+    if isinstance(node, dict):
+        node.update(enumerate(parts))
+    elif isinstance(node, list):
+        node.extend(parts)
+    else:
+        object.__setattr__(node, "parts", parts[0] if parts else None)
+
+
+@given(data=st.data())
+def test_a_result_is_copied_as_the_graph_that_it_is(data: st.DataObject) -> None:
+    batch = torch.arange(100.0)
+    some: list[Any] = [batch[:2], batch[2:4], torch.zeros(3), "a cat"]
+    makers: list[Callable[[], Any]] = [
+        dict, OrderedDict, list, ListWithAttribute, lambda: Node(None), lambda: FrozenNode(None),
+    ]  # fmt: skip
+    record = Record(data.draw(st.sampled_from(some[:3])), None)
+    nodes = [record, *(make() for make in data.draw(st.lists(st.sampled_from(makers), max_size=6)))]
+    some += nodes
+    for make in data.draw(st.lists(st.sampled_from([tuple, Pair._make, Twice]), max_size=4)):
+        some.append(make(data.draw(st.lists(st.sampled_from(some), min_size=2, max_size=2))))
+    for node in nodes:
+        set_parts(node, data.draw(st.lists(st.sampled_from(some), max_size=3)))
+    before = graph(record)
+
+    cache = MultiModalStaticCache(ROOMY)
+    assert cache.set(1, record)  # type: ignore[arg-type]
+    stored: Any = cache.get_single(1)
+    assert_twins(record, stored)
+    after = graph(record)
+    assert {key: list(map(id, parts)) for key, (_, parts) in after.items()} == {
+        key: list(map(id, parts)) for key, (_, parts) in before.items()
+    }
+    kept = {id(v): v for v, _ in graph(stored).values() if isinstance(v, torch.Tensor)}
+    assert cache.current_size == sum(v.untyped_storage().nbytes() for v in kept.values())
+
+
+@pytest.mark.parametrize("make", [Record, lambda e, parts: Deepstack(embedding=e, layers=parts)])
+def test_the_copy_of_a_result_that_contains_itself_contains_the_copy(make: Any) -> None:
+    value = make(torch.arange(100.0)[:10], [])
+    pair = (value, [])
+    pair[1].append(pair)
+    value.parent = {"results": [value], "pair": pair}
+    cache = MultiModalStaticCache(40)
     assert cache.set(1, value)
+    stored: Any = cache.get_single(1)
+    assert stored is not value
+    assert stored.parent["results"][0] is stored
+    assert stored.parent["pair"][0] is stored
+    assert stored.parent["pair"][1][0] is stored.parent["pair"]
+    assert value.parent["results"][0] is value
+    assert value.parent["pair"] is pair
+    assert cache.current_size == kept_bytes(stored.embedding) == 40
+
+
+def test_a_result_that_contains_itself_is_stored_as_it_is_if_nothing_must_be_copied() -> None:
+    value = Record(torch.zeros(1), [torch.zeros(2)])
+    value.parts.append(value)
+    cache = MultiModalStaticCache(12)
+    assert cache.set(1, value)  # type: ignore[arg-type]
+    assert cache.get_single(1) is value
     assert cache.current_size == 12
-    value.layers[0] = torch.zeros(9)[:2]
-    with pytest.raises(EmbeddingTypeError, match="but to copy it failed: RecursionError"):
-        cache.set(2, value)
-    assert keys(cache) == [1]
+
+
+def test_a_result_that_is_a_key_in_itself_is_refused() -> None:
+    value = Record(torch.arange(100.0)[:10], {})
+    value.parts[value] = 1
+    with pytest.raises(EmbeddingTypeError, match="still holds that tensor"):
+        MultiModalStaticCache(40).set(1, value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("nest", [lambda inner: [inner], lambda inner: (inner,)])
+def test_a_result_may_be_nested_deeper_than_calls_may(nest: Callable[[Any], Any]) -> None:
+    depth = 10 * sys.getrecursionlimit()
+    parts = torch.arange(100.0)[:10]
+    for _ in range(depth):
+        parts = nest(parts)
+    cache = MultiModalStaticCache(80)
+    assert cache.set(1, Record(torch.zeros(1), parts))  # type: ignore[arg-type]
+    stored: Any = cache.get_single(1)
+    found = stored.parts
+    for _ in range(depth):
+        (found,) = found
+    assert kept_bytes(found) == 40
 
 
 def test_containers_that_stand_often_are_looked_into_once_and_stay_shared() -> None:
@@ -674,10 +927,6 @@ class AttributeDict(dict[str, Any]):
     def __init__(self, **items: Any) -> None:
         super().__init__(items)
         self.__dict__ = self
-
-
-class ListWithAttribute(list[Any]):
-    other: torch.Tensor
 
 
 class CopiesAreSame(EmbeddingResult):

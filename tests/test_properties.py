@@ -51,7 +51,7 @@ KINDS: dict[str, tuple[Callable[[int], EmbeddingResult], bool]] = {
     "float8": (lambda n: plain(torch.zeros(n, dtype=torch.int8).view(torch.float8_e5m2)), True),
     "slice": (lambda n: plain(torch.zeros(n + 9, dtype=torch.int8)[3 : n + 3]), False),
     "strided": (lambda n: plain(torch.zeros(2 * n + 2, dtype=torch.int8)[: 2 * n : 2]), False),
-    "expanded": (lambda n: plain(torch.zeros(2, dtype=torch.int8)[:1].expand(n)), False),
+    "expanded": (lambda n: plain(torch.zeros(n + 1, dtype=torch.int8)[:1].expand(n)), False),
     "numpy": (lambda n: plain(torch.from_numpy(np.zeros(n, np.int8))), False),
     "layered": (layered, False),
 }

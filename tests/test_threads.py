@@ -6,12 +6,15 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from support import WRAP, recount
 
 from multimodal_cache import EmbeddingResult, MultiModalStaticCache, static_cache
+from multimodal_cache._ownership import Replacements, replace_tensors
+from multimodal_cache.tiered import TieredCache
 
 combine = MultiModalStaticCache.combine_hashes
 THREADS = 8
@@ -58,10 +61,30 @@ def run_together(work: Callable[[int], None], threads: int = THREADS) -> None:
         raise errors[0]
 
 
-def test_case_26_eight_threads_on_a_tiny_cache(device: str) -> None:  # cachetools #80, boltons #52
+def make_cache(max_size: int, host_size: int | None, **options: Any) -> MultiModalStaticCache:
+    """Returns a plain cache, or one of two tiers."""
+    if host_size is None:
+        return MultiModalStaticCache(max_size, **options)
+    return TieredCache(max_size, host_size, **options)
+
+
+def whole(cache: Any) -> MultiModalStaticCache:
+    """Returns the tier that holds all."""
+    return getattr(cache, "host", cache)  # type: ignore[no-any-return]
+
+
+TIERS = pytest.mark.parametrize(
+    "host_size", [None, 400, 600], ids=["plain", "as much in the host", "more in the host"]
+)
+
+
+@TIERS
+def test_case_26_eight_threads_on_a_tiny_cache(  # cachetools #80, boltons #52
+    device: str, host_size: int | None
+) -> None:
     """Each entry holds its own key, so that a wrong answer is seen."""
     lost: list[int] = []
-    cache = MultiModalStaticCache(400, on_evict=lambda mm_hash, _: lost.append(mm_hash))
+    cache = make_cache(400, host_size, on_evict=lambda mm_hash, _: lost.append(mm_hash))
     lists = [[-1], [-2], [5], [5 + WRAP], [1, 2], [2, 1]]
     batch = torch.arange(16.0, device=device).repeat_interleave(16).reshape(16, 16)
 
@@ -94,17 +117,25 @@ def test_case_26_eight_threads_on_a_tiny_cache(device: str) -> None:  # cachetoo
     run_together(work)
     cache.check()
     assert cache.current_size == recount(cache) <= 400
-    assert len(lost) == cache.stats().evictions > 0
+    assert whole(cache).current_size <= (host_size or 400)
+    assert device == "cuda" or whole(cache).current_size == recount(whole(cache))
+    assert len(lost) == whole(cache).stats().evictions > 0
+    assert (cache.stats().host_hits > 0) is (host_size is not None)
 
 
 class CountingLock:
-    """A lock that counts how often it is taken, and how often it is taken and not given back."""
+    """A lock that counts how often it is taken, also by who has it, and how often not given back.
+
+    Attributes:
+        turns: How often it was taken by somebody who hadn't it.
+    """
 
     def __init__(self) -> None:
-        self.taken = self.held = 0
+        self.taken = self.held = self.turns = 0
 
     def acquire(self) -> bool:
         self.taken += 1
+        self.turns += not self.held
         self.held += 1
         return True
 
@@ -150,8 +181,81 @@ def test_a_hit_takes_no_lock_and_all_else_takes_it_once_and_gives_it_back(
     assert (lock.taken, lock.held) == (times, 0)
 
 
-def test_no_update_of_a_counter_is_lost() -> None:
-    cache = MultiModalStaticCache(10_000)
+@pytest.mark.parametrize("hit", [lambda cache: cache.get_single(1), lambda cache: cache.get([2])])
+def test_a_hit_is_not_held_up_by_a_copy_under_the_lock(
+    hit: Callable[[MultiModalStaticCache], object], gil: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GIL it is, since it needs the lock then."""
+    cache = MultiModalStaticCache(400)
+    for key in (1, combine([2])):
+        cache.set(key, EmbeddingResult(embedding=torch.zeros(1)))
+    copying, go_on = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def copy(value: EmbeddingResult, replacements: Replacements) -> EmbeddingResult:
+        copying.set()
+        assert go_on.wait(TIME_LIMIT)
+        order.append("copy")
+        return replace_tensors(value, replacements)
+
+    class Lock:
+        """The cache's lock; lets the copy go on when somebody waits for it."""
+
+        def __enter__(self) -> None:
+            if not lock.acquire(blocking=False):
+                go_on.set()
+                assert lock.acquire(timeout=TIME_LIMIT)
+
+        def __exit__(self, *error: object) -> None:
+            lock.release()
+
+    lock = cache._lock
+    cache._lock = Lock()  # type: ignore[assignment]
+    monkeypatch.setattr(static_cache, "replace_tensors", copy)
+
+    def work(n: int) -> None:
+        if n == 0:
+            assert cache.set(3, EmbeddingResult(embedding=torch.zeros(9)[:1]))
+            return
+        assert copying.wait(TIME_LIMIT)
+        assert hit(cache) is not None
+        order.append("hit")
+        go_on.set()
+
+    run_together(work, threads=2)
+    assert order == (["hit", "copy"] if gil else ["copy", "hit"])
+    assert cache.has(3)
+
+
+@pytest.mark.parametrize(("times", "call"), CALLS)
+def test_a_hit_of_the_device_takes_no_lock_and_all_else_holds_one_all_the_time(
+    times: int, call: Callable[[MultiModalStaticCache], object], gil: bool
+) -> None:
+    """One lock for both tiers, taken again inside perhaps, but never let go in the middle."""
+    cache = TieredCache(400, 400)
+    for key in (1, combine([2])):
+        cache.set(key, EmbeddingResult(embedding=torch.zeros(1)))
+    lock = cache._lock = cache.host._lock = CountingLock()  # type: ignore[assignment]
+    found = call(cache)
+    if isinstance(found, EmbeddingResult) and not gil:
+        times = 1
+    assert (lock.turns, lock.held) == (times, 0)
+
+
+def test_a_hit_of_the_host_takes_the_lock_once() -> None:
+    cache = TieredCache(4, 400)
+    for key in (1, combine([2]), 3):
+        cache.set(key, EmbeddingResult(embedding=torch.zeros(1)))
+    lock = cache._lock = cache.host._lock = CountingLock()  # type: ignore[assignment]
+    assert cache.get_single(1) is not None
+    assert (lock.turns, lock.held) == (1, 0)
+    assert cache.get([2]) is not None
+    assert (lock.turns, lock.held) == (2, 0)
+
+
+@TIERS
+def test_no_update_of_a_counter_is_lost(host_size: int | None) -> None:
+    cache = make_cache(10_000, host_size and 10_000)
     cache.set(1, EmbeddingResult(embedding=torch.zeros(1)))
     rounds = 2000
 
@@ -165,11 +269,14 @@ def test_no_update_of_a_counter_is_lost() -> None:
     stats = cache.stats()
     assert (stats.hits, stats.misses) == (THREADS * rounds, THREADS * rounds)
     assert stats.insertions == THREADS * rounds + 1
-    assert stats.insertions - stats.evictions == stats.entries == len(cache)
+    evictions = whole(cache).stats().evictions
+    assert stats.insertions - evictions == stats.entries == len(cache)
 
 
-def test_one_of_several_threads_that_free_an_entry_is_told_so() -> None:
-    cache = MultiModalStaticCache(10_000)
+@TIERS
+def test_one_of_several_threads_that_free_an_entry_is_told_so(host_size: int | None) -> None:
+    cache = make_cache(1000, host_size and 10_000)
+    cache.resize(1000 if host_size else 10_000)
     for key in range(500):
         cache.set(key, EmbeddingResult(embedding=torch.zeros(1)))
     freed = [0] * THREADS
@@ -183,8 +290,9 @@ def test_one_of_several_threads_that_free_an_entry_is_told_so() -> None:
     assert cache.current_size == 0
 
 
-def test_a_snapshot_is_of_one_moment() -> None:
-    cache = MultiModalStaticCache(4096)
+@TIERS
+def test_a_snapshot_is_of_one_moment(host_size: int | None) -> None:
+    cache = make_cache(4096, host_size and 4096)
     batch = torch.zeros(64, 256)
 
     def work(n: int) -> None:
@@ -194,6 +302,7 @@ def test_a_snapshot_is_of_one_moment() -> None:
                 continue
             stats = cache.stats()
             assert stats.entries * 1024 == stats.current_size <= 4096
+            stats = whole(cache).stats()
             assert stats.insertions - stats.evictions == stats.entries
             cache.check()
 
@@ -201,9 +310,10 @@ def test_a_snapshot_is_of_one_moment() -> None:
     assert recount(cache) == cache.current_size == 4096
 
 
-def test_a_check_beside_hits_finds_nothing_broken() -> None:
+@TIERS
+def test_a_check_beside_hits_finds_nothing_broken(host_size: int | None) -> None:
     """A hit reorders `mm_cache` without the lock, so `check` must walk it in one step."""
-    cache = MultiModalStaticCache(4 * 500)
+    cache = make_cache(4 * 500, host_size and 4 * 500)
     for key in range(500):
         cache.set(key, EmbeddingResult(embedding=torch.zeros(1)))
 

@@ -12,13 +12,14 @@ import copy
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 
 from multimodal_cache._modes import outside_graphs
-from multimodal_cache._tensors import QUANTISED, dense_storage, require_memory
+from multimodal_cache._tensors import QUANTISED, dense_storage, plain_tensor, require_memory
 from multimodal_cache.base import EmbeddingResult, EmbeddingTypeError
 
 T = TypeVar("T")
@@ -88,7 +89,9 @@ def plan_ownership(
 
 
 @outside_graphs
-def _plan_with_care(result: Any, copy_all: bool, copier: Copier) -> tuple[int, Replacements]:
+def _plan_with_care(
+    result: Any, copy_all: bool, copier: Copier = copy_beside
+) -> tuple[int, Replacements]:
     """Plans for results of all kinds."""
     total = 0
     replacements: Replacements = {}
@@ -104,10 +107,12 @@ def _plan_with_care(result: Any, copy_all: bool, copier: Copier) -> tuple[int, R
         except TypeError as error:
             raise EmbeddingTypeError(f"embedding can't be cached: {error}") from None
         if copied:
+            _require_allowed(copy_out, tensor)
             nbytes, replacements[id(tensor)] = copier(tensor)
         else:
             if _keeps_more_than_storage(tensor):
-                replacements[id(tensor)] = tensor.detach
+                _require_allowed(_detach, tensor)
+                replacements[id(tensor)] = functools.partial(_detach, tensor)
             if len(tensors) > 1:  # one has nothing to share with; sets are slow
                 memory = (storage.device, storage.data_ptr())
                 if memory in kept:
@@ -130,7 +135,7 @@ def replace_tensors(result: Any, replacements: Replacements) -> Any:
         twin = object.__new__(type(result))
         (twin.embedding,) = new.values()
         return twin
-    return _rebuild_record(result, new, {})
+    return _rebuild(result, new)
 
 
 # One tensor
@@ -179,7 +184,9 @@ def copy_out(
     clone = clone or _clone
     try:
         return clone(source)
-    except NotImplementedError:  # the sub-byte dtypes can't be copied, but their bytes can
+    except RuntimeError as error:  # the sub-byte dtypes can't be copied, but their bytes can
+        if "not implemented for" not in str(error):  # only newer torch has a type for that
+            raise
         return clone(source.view(torch.uint8)).view(source.dtype)
 
 
@@ -187,6 +194,44 @@ def _clone(source: torch.Tensor) -> torch.Tensor:
     if source.is_contiguous():
         return source.clone()  # quicker than to ask for what it has
     return source.clone(memory_format=torch.contiguous_format)
+
+
+def _detach(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach()
+
+
+def _require_allowed(replace: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> None:
+    """Refuses a tensor whose class doesn't let it be replaced, before anything is evicted."""
+    cls = type(tensor)
+    if cls is not torch.Tensor and cls is not torch.nn.Parameter:
+        try:
+            made = replace(_small_one_like(tensor))
+        except Exception as error:
+            raise EmbeddingTypeError(
+                f"a {cls.__name__} that must be copied or detached must allow it, but to do so "
+                f"failed: {type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(made, torch.Tensor):
+            raise EmbeddingTypeError(
+                f"a {cls.__name__} that must be copied or detached must become a tensor, but "
+                f"became {type(made).__name__}"
+            )
+
+
+def _small_one_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of the same class with the same attributes, but of few elements.
+
+    It is contiguous where the tensor is, since copies are asked for in other words then.
+    """
+    plain = plain_tensor(tensor)
+    size = [min(n, 2) for n in plain.shape]
+    small = plain.new_empty(size) if plain.is_contiguous() else plain.new_empty([*size, 2])[..., 0]
+    small = small.requires_grad_(plain.requires_grad).as_subclass(type(tensor))
+    vars(small).update(vars(tensor))
+    for name in _slots(type(tensor)):
+        if hasattr(tensor, name):
+            object.__setattr__(small, name, getattr(tensor, name))
+    return small
 
 
 # All the tensors of a result
@@ -205,7 +250,8 @@ def _tensors(result: Any) -> Collection[torch.Tensor]:
         )
     if len(attributes) == 1:
         return (embedding,)
-    return {id(tensor): tensor for tensor in _find_tensors(result)}.values()
+    parts = (part for _, parts in _walk(result) for part in parts)
+    return {id(part): part for part in parts if isinstance(part, torch.Tensor)}.values()
 
 
 def _has_only_its_embedding(result: Any) -> bool:
@@ -221,17 +267,18 @@ def _describe(result: Any) -> str:
     return f"{name} with {type(vars(result).get('embedding')).__name__} there"
 
 
-def _find_tensors(result: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in a result, in no order and perhaps more than once."""
-    seen = set()
-    ahead = list(_attributes(result).values())
+def _walk(result: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Yields each container in a result with what it holds, the result itself first."""
+    seen = {id(result): result}  # kept, so that no id is used again meanwhile
+    ahead = [(result, list(_attributes(result).values()))]
     while ahead:
-        value = ahead.pop()
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif id(value) not in seen:
-            seen.add(id(value))
-            ahead += _parts(value)
+        container, parts = ahead.pop()
+        yield container, parts
+        for part in parts:
+            if id(part) not in seen and not isinstance(part, torch.Tensor):
+                seen[id(part)] = part
+                if inner := _parts(part):
+                    ahead.append((part, inner))
 
 
 def _parts(value: Any) -> list[Any]:
@@ -253,81 +300,88 @@ def _rehearse(result: Any, replacements: Replacements) -> None:
     """Refuses a result that can't be rebuilt, before anything is evicted for it."""
     stand_in = torch.empty(0)
     try:
-        twin = _rebuild_record(result, dict.fromkeys(replacements, stand_in), {})
+        twin = _rebuild(result, dict.fromkeys(replacements, stand_in))
     except Exception as error:
         raise EmbeddingTypeError(
             f"a {type(result).__name__} with a tensor that must be copied or detached must be "
             f"copyable, but to copy it failed: {type(error).__name__}: {error}"
         ) from error
-    left = [tensor for tensor in _find_tensors(twin) if id(tensor) in replacements]
-    if left or type(twin) is not type(result):
+    held = {id(part) for _, parts in _walk(twin) for part in parts}
+    if type(twin) is not type(result) or held & {id(result), *replacements}:
         raise EmbeddingTypeError(
             f"a {type(result).__name__} with a tensor that must be copied or detached must be "
             "copyable, but its copy is of another type or still holds that tensor"
         )
 
 
-def _rebuild(value: Any, new: dict[int, torch.Tensor], done: dict[int, Any]) -> Any:
-    """Returns a value with new tensors in it; the value itself where there are none.
+def _rebuild(result: Any, new: dict[int, torch.Tensor]) -> Any:
+    """Copies a result with new tensors in it, as the graph that it is, without recursion.
+
+    What holds none of the tensors replaced, at any depth, is in the copy itself.
 
     Args:
-        value: Anything.
+        result: A result; it may contain itself.
         new: The new tensors, by the ids of those that they replace.
-        done: What was rebuilt before, by id, so that what stands twice is rebuilt once.
     """
-    if isinstance(value, torch.Tensor):
-        return new.get(id(value), value)
-    if id(value) not in done:
-        if isinstance(value, dict):
-            rebuilt = _rebuild_dict(value, new, done)
-        elif isinstance(value, (list, tuple)):
-            rebuilt = _rebuild_sequence(value, new, done)
-        elif _is_dataclass_instance(value):
-            rebuilt = _rebuild_record(value, new, done)
+    holders = _holders(result, new)
+    twins: dict[int, Any] = dict(new)  # by the ids of what they stand for
+    for holder in holders.values():
+        if not isinstance(holder, tuple):
+            twins[id(holder)] = _shallow_copy(holder)
+    # A tuple is made of its items. No tuple is among its own but by way of what can be changed.
+    ahead = [holder for holder in holders.values() if isinstance(holder, tuple)]
+    while ahead:
+        holder = ahead.pop()
+        if id(holder) in twins:
+            continue
+        if missing := [item for item in holder if id(item) in holders and id(item) not in twins]:
+            ahead += [holder, *missing]
         else:
-            return value
-        done[id(value)] = rebuilt
-    return done[id(value)]
+            twins[id(holder)] = _remade_tuple(holder, twins)
+    for holder in holders.values():
+        if not isinstance(holder, tuple):
+            _refill(twins[id(holder)], holder, twins)
+    return twins[id(result)]
 
 
-def _rebuild_record(record: T, new: dict[int, torch.Tensor], done: dict[int, Any]) -> T:
-    twin = record
-    for name, old in _attributes(record).items():
-        value = _rebuild(old, new, done)
-        if value is not old:
-            if twin is record:
-                twin = _shallow_copy(record)
-            try:
-                setattr(twin, name, value)
-            except (AttributeError, TypeError, ValueError):  # as frozen classes raise
-                object.__setattr__(twin, name, value)
-    return twin
+def _holders(result: Any, replaced: Iterable[int]) -> dict[int, Any]:
+    """Returns the containers from which a tensor with one of these ids is reached, by id."""
+    held_by = defaultdict(list)
+    for container, parts in _walk(result):
+        for part in parts:
+            held_by[id(part)].append(container)
+    holders = {}
+    ahead = list(replaced)
+    while ahead:
+        for holder in held_by.pop(ahead.pop(), ()):
+            holders[id(holder)] = holder
+            ahead.append(id(holder))
+    return holders
 
 
-def _rebuild_dict(value: dict[Any, Any], new: dict[int, torch.Tensor], done: dict[int, Any]) -> Any:
-    twin = value
-    for key, old in value.items():
-        item = _rebuild(old, new, done)
-        if item is not old:
-            if twin is value:
-                twin = _shallow_copy(value)
-            twin[key] = item
-    return twin
-
-
-def _rebuild_sequence(value: Any, new: dict[int, torch.Tensor], done: dict[int, Any]) -> Any:
-    items = [_rebuild(item, new, done) for item in value]
-    if all(item is old for item, old in zip(items, value, strict=True)):
-        return value
-    if isinstance(value, list):
-        twin = _shallow_copy(value)
-        twin[:] = items
-        return twin
+def _remade_tuple(value: Any, twins: dict[int, Any]) -> Any:
     make = getattr(value, "_make", type(value))  # a named tuple's constructor takes its fields
-    twin = make(items)
+    twin = make([twins.get(id(item), item) for item in value])
     if getattr(value, "__dict__", None):
         vars(twin).update(vars(value))
     return twin
+
+
+def _refill(twin: Any, value: Any, twins: dict[int, Any]) -> None:
+    """Puts twins into a shallow copy of a list, dict or record."""
+    if isinstance(value, list):
+        twin[:] = [twins.get(id(item), item) for item in value]
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if id(item) in twins:
+                twin[key] = twins[id(item)]
+    else:
+        for name, part in _attributes(value).items():
+            if id(part) in twins:
+                try:
+                    setattr(twin, name, twins[id(part)])
+                except (AttributeError, TypeError, ValueError):  # as frozen classes raise
+                    object.__setattr__(twin, name, twins[id(part)])
 
 
 def _shallow_copy(value: T) -> T:

@@ -274,6 +274,7 @@ class MultiModalStaticCache(MultimodalCache):
                 those in other containers, and arrays that aren't tensors, are not looked for.
                 If a tensor must be copied or detached, a shallow copy of the object is stored
                 and the object itself is left as it was; otherwise the object itself is stored.
+                The copy is of the same shape: where an object contains itself, so does its copy.
                 Python attributes and hooks of a tensor don't count as part of it.
             loc: Ignored, as in the reference.
             generation: The cache's ``generation`` when the encode began (by keyword only). If
@@ -289,7 +290,7 @@ class MultiModalStaticCache(MultimodalCache):
             EmbeddingTypeError: ``embedding`` isn't such an object; or holds a tensor whose
                 memory can't be counted (sparse, quantised, nested, meta, or of a subclass with
                 ``__torch_dispatch__``) or was freed; or must be copied and can't be, because
-                its class or that of a container in it forbids it. Nothing has changed.
+                its class or that of a container or a tensor in it forbids it. Nothing has changed.
             TypeError: ``mm_hash`` or ``generation`` is neither an int nor None.
             RuntimeError: Torch could not copy a tensor, for another reason than memory.
                 Entries may have been evicted; the cache is consistent.
