@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ from multimodal_cache._demo.serving import (
     plan_requests,
     serve_in_turn,
 )
+from multimodal_cache.trace import Trace
 
 GENERATED_IMAGES = 12
 LEFT_OUT_SHOWN = 10
@@ -64,15 +66,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             paths = find_images(options.images)
             images, left_out = read_images(_progress("reading images", paths))
+        trace = None if options.trace is None else _trace(options.trace)
     except (ImageError, ValueError) as error:
         parser.error(str(error))
     for line in _left_out_lines(left_out):
         sys.stderr.write(f"{parser.prog}: {line}\n")
     try:
-        figures = demonstrate(images, device, options.requests, options.max_size, options.seed)
+        cache = MultiModalStaticCache(options.max_size, trace=trace)
+        figures = demonstrate(images, device, options.requests, cache, options.seed)
     except WrongEmbeddingError as error:
         sys.stderr.write(f"{parser.prog}: the cache is wrong: {error}\n")
         return 1
+    finally:
+        if trace is not None:
+            trace.close()
+    figures["trace"] = options.trace
     figures["left_out"] = [{"file": file.path.name, "reason": file.reason} for file in left_out]
     text = json.dumps(figures, indent=2) if options.json else _table(figures)
     sys.stdout.write(f"{text}\n")
@@ -80,7 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def demonstrate(
-    images: list[torch.Tensor], device: torch.device, num_requests: int, max_size: int, seed: int
+    images: list[torch.Tensor],
+    device: torch.device,
+    num_requests: int,
+    cache: MultiModalStaticCache,
+    seed: int,
 ) -> dict[str, Any]:
     """Serves each request without the cache and with it, and checks the embeddings.
 
@@ -90,7 +102,6 @@ def demonstrate(
     vision_transformer = VisionTransformer(seed).eval().to(device)
     server = Server(vision_transformer, images, device)
     requests = plan_requests(num_requests, len(images), seed)
-    cache = MultiModalStaticCache(max_size)
     encoder = CachedEncoder(cache, server.encode, namespace=vision_transformer.version)
     server.encode(images[:1])  # the first call pays for torch's own set-up
     without, cached = Run(server, server.encode), Run(server, encoder)
@@ -153,8 +164,16 @@ def _table(figures: dict[str, Any]) -> str:
             "",
             f"all {figures['hits']} hits equal what was encoded, bit for bit; "
             f"the embeddings of both runs {agreement}",
+            *_next_step(figures["trace"]),
         ]
     )
+
+
+def _next_step(trace: str | None) -> list[str]:
+    if trace is None:
+        return []
+    command = f"python -m multimodal_cache plan {shlex.quote(trace)}"
+    return ["", f"what was requested is in the trace; how large should the cache be? {command}"]
 
 
 def _left_out_lines(left_out: list[LeftOut]) -> Iterable[str]:
@@ -204,6 +223,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="for the weights, images and requests (default: 0)",
     )
+    parser.add_argument(
+        "--trace",
+        metavar="PATH",
+        help="record what is requested of the cache, for the command plan; "
+        "an existing file is replaced",
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     return parser
 
@@ -218,6 +243,13 @@ def _seed(text: str) -> int:
     if not (text.isdecimal() and len(text) <= 9):
         raise argparse.ArgumentTypeError(f"expected a whole number to 999999999, got {text!r}")
     return int(text)
+
+
+def _trace(path: str) -> Trace:
+    try:
+        return Trace(path)
+    except OSError as error:
+        raise ValueError(f"--trace: can't write {path}: {error.strerror}") from None
 
 
 def _device(name: str) -> torch.device:

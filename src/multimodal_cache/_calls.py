@@ -27,8 +27,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -204,11 +204,11 @@ class Batch:
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
         self._entered = True
-        began = time.perf_counter()
+        began = perf_counter()
         try:
             yield
         finally:
-            self._seconds = time.perf_counter() - began
+            self._seconds = perf_counter() - began
 
     def leave(self) -> None:
         """Says that nobody will ask for the error, which may come at any time."""
