@@ -93,7 +93,7 @@ class Trace:
         self._process = os.getpid()
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115  # nothing for a child to flush
         gzipped = self.path.endswith(".gz")
-        self._compressor = zlib.compressobj(wbits=_GZIP) if gzipped else None
+        self._compressor = zlib.compressobj(1, wbits=_GZIP) if gzipped else None
         atexit.register(self.close)
         self._write("key,nbytes\n")
 
@@ -187,18 +187,12 @@ class Trace:
             self._end()
 
     def _next_rows(self) -> list[str]:
-        rows: list[str] = []
-        looked_up_next = self._looked_up_next
-        for _ in range(len(self._events)):
-            if len(rows) == self._rows_left:
-                break
-            event = self._events.popleft()
-            row = event.row
-            if not row or looked_up_next:
-                row = self._row_of(event)
-            if row:
-                rows.append(row)
-        return rows
+        """Takes what is waiting, and returns the rows that it makes, as many as there may be."""
+        take = self._events.popleft
+        events = [take() for _ in range(len(self._events))]
+        again = self._looked_up_next
+        rows = [row for each in events if (row := (not again and each.row) or self._row_of(each))]
+        return rows[: self._rows_left]
 
     def _row_of(self, event: _Event) -> str:
         """Returns the row that an event makes, if any, and does what else it does."""
