@@ -134,6 +134,13 @@ def test_planner_prints_its_tables_and_writes_them_too(tmp_path: Path) -> None:
     assert output.read_text(encoding="utf-8") == shown.stdout
 
 
+def test_ranks_prints_its_table() -> None:
+    shown = run("ranks.py", "--calls=1", "--rounds=2")
+    assert shown.returncode == 0, shown.stderr
+    for row in ("the all-reduce alone | ", "a call with the group | 8", "what agreement costs | 8"):
+        assert f"| {row} |" in shown.stdout
+
+
 @pytest.mark.parametrize(
     ("script", "bad"),
     [

@@ -164,9 +164,7 @@ def test_the_line_in_the_log_is_as_it_is_shown(caplog: pytest.LogCaptureFixture)
 
 
 def test_it_is_short() -> None:
-    servers, watching = TEXT.split("\n## Watching and sizing it\n")
-    assert len(servers.splitlines()) < 130
-    assert len(watching.splitlines()) < 120
+    assert len(TEXT.splitlines()) < 300
 
 
 def test_its_metrics_are_those_that_there_are() -> None:
@@ -181,10 +179,7 @@ def test_its_metrics_are_those_that_there_are() -> None:
     assert queries <= there
     (rows,) = re.findall(rf"^\| `{PREFIX}\.\.\.`.*?\n\n", TEXT, flags=re.MULTILINE | re.DOTALL)
     listed = {PREFIX + name for row in rows.strip().splitlines()[2:] for name in _names(row)}
-    left_out = {"leased_bytes", "encoder_disagreements_total"}  # what isn't counted yet
-    assert {name for name in there - listed if not name.startswith(f"{PREFIX}store_")} == {
-        PREFIX + name for name in left_out
-    }
+    assert [name for name in there - listed if not name.startswith(f"{PREFIX}store_")] == []
     assert listed <= there
 
 

@@ -25,7 +25,8 @@ import pytest
 import torch
 from support import WRAP, keys, recount, result
 
-from multimodal_cache import EmbeddingResult, MultiModalStaticCache, static_cache, tiered
+from multimodal_cache import EmbeddingResult, MultiModalStaticCache, leases, static_cache, tiered
+from multimodal_cache.leases import Lease
 from multimodal_cache.tiered import TieredCache
 
 ONE = MultiModalStaticCache.combine_hashes([5])
@@ -60,6 +61,8 @@ class Interrupted(BaseException):
     """What the signal handler raises."""
 
 
+TRACED = (static_cache.__file__, tiered.__file__, leases.__file__)
+
 TIERS: dict[str, Callable[[], TieredCache]] = {
     "as much host memory as the device has": lambda: TieredCache(120, 120),
     "more host memory": lambda: TieredCache(80, 160),
@@ -88,7 +91,7 @@ def interrupt_at(instruction: int, call: Callable[[], object]) -> bool:
     left = itertools.count(instruction, -1)
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_filename not in (static_cache.__file__, tiered.__file__):
+        if frame.f_code.co_filename not in TRACED:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode" and next(left) == 0:
@@ -306,6 +309,82 @@ def test_the_oldest_entry_is_looked_for_again_if_others_were_hit_meanwhile() -> 
     assert cache.set(9, result(10))
     assert keys(cache) == [ONE, 2, 9]
     cache.check()
+
+
+def resize_in_vain(cache: MultiModalStaticCache) -> None:
+    with pytest.raises(ValueError, match="the bytes leased, got 10$"):
+        cache.resize(10)
+
+
+# In which 1, ONE and 9 are leased by what is held, and 2 and ONE by a lease whose end is unheeded.
+LEASE_CALLS: dict[str, Callable[[MultiModalStaticCache, list[Lease]], object]] = {
+    "lease": lambda cache, held: held.append(cache.lease([2, 77, ONE])),
+    "release": lambda cache, held: held[0].release(),
+    "set, which evicts": lambda cache, held: cache.set(8, result(10)),
+    "set, of a leased key": lambda cache, held: cache.set(9, result(10)),
+    "set, refused": lambda cache, held: cache.set(8, result(25)),
+    "set, a collision": lambda cache, held: cache.set(OTHER, result(3)),
+    "get, a miss": lambda cache, held: cache.get([77]),
+    "free, a list": lambda cache, held: cache.free(ONE),
+    "clear": lambda cache, held: cache.clear(),
+    "resize": lambda cache, held: cache.resize(80),
+    "resize, refused": lambda cache, held: resize_in_vain(cache),
+    "stats": lambda cache, held: cache.stats(),
+}
+
+
+def leased_cache(kind: str) -> tuple[Any, list[Lease]]:
+    """Returns a cache, and what it is leased by; the end of one lease is still to be heeded."""
+    cache = full_cache(kind)
+    held = [cache.lease([1, ONE, 9]), cache.lease([2, ONE])]
+    del held[1]
+    return cache, held
+
+
+def require_no_lease(cache: MultiModalStaticCache) -> None:
+    assert cache.stats().leased_bytes == 0
+    for tier in (cache, whole(cache)):
+        assert (tier._leased, list(tier._ended)) == ({}, [])
+        assert tier._room == tier.max_size
+
+
+@pytest.mark.filterwarnings("ignore:Lease:ResourceWarning")
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("name", LEASE_CALLS)
+def test_what_leases_hold_and_heed_may_be_broken_off_at_every_instruction(
+    name: str, kind: str
+) -> None:
+    interrupt_at(1_000_000, partial(LEASE_CALLS[name], *leased_cache(kind)))
+    for instruction in itertools.count():
+        cache, held = leased_cache(kind)
+        done = not interrupt_at(instruction, partial(LEASE_CALLS[name], cache, held))
+        require_right_books(cache)
+        if instruction % 2:
+            held.clear()
+        for lease in held:
+            lease.release()
+        require_right_books(cache)
+        require_no_lease(cache)
+        if done:
+            break
+        if instruction % 5 == 0:  # which takes longer
+            require_that_it_works(cache)
+    assert instruction > 20
+
+
+@pytest.mark.filterwarnings("ignore:Lease:ResourceWarning")
+@pytest.mark.parametrize("name", ["lease", "release", "stats"])
+def test_what_comes_after_an_interrupted_lease_may_be_interrupted(name: str) -> None:
+    for first in itertools.count(step=2):
+        for second in itertools.count(step=3):
+            cache, held = leased_cache("plain")
+            if not interrupt_at(first, partial(LEASE_CALLS[name], cache, held)):
+                return
+            if not interrupt_at(second, cache.stats):
+                break
+            held.clear()
+            require_right_books(cache)
+            require_no_lease(cache)
 
 
 LOOPS = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

@@ -68,6 +68,7 @@ def test_a_scrape_shows_what_a_cache_counts_and_holds(registry: CollectorRegistr
         'entries{cache="vision"}': 2,
         'size_bytes{cache="vision"}': 80,
         'max_size_bytes{cache="vision"}': 100,
+        'leased_bytes{cache="vision"}': 0,
     }
     cache.get_single(3)
     assert exposed(registry)['hits_total{cache="vision"}'] == 2
@@ -106,6 +107,7 @@ def test_an_encoder_and_a_store_have_their_own(registry: CollectorRegistry) -> N
         'encoder_encodes_total{cache="vision"}': 1,
         'encoder_failures_total{cache="vision"}': 0,
         'encoder_row_mismatches_total{cache="vision"}': 0,
+        'encoder_disagreements_total{cache="vision"}': 0,
     }
     assert {name: value for name, value in shown.items() if name.startswith("store_")} == {
         'store_hits_total{cache="vision"}': 5,

@@ -29,7 +29,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,6 +39,9 @@ from multimodal_cache._gate import Gate, current_task, require_no_running_loop
 from multimodal_cache._modes import Modes, outside_graphs
 from multimodal_cache._outputs import split_output
 from multimodal_cache._ownership import copy_out
+
+if TYPE_CHECKING:
+    from multimodal_cache.parallel import Ranks
 
 
 class Call:
@@ -50,6 +53,7 @@ class Call:
         features: What to encode.
         keys: The key of each, or None.
         lengths: The number of rows that each must have, or None.
+        ranks: With which it must agree about what is missing, if there are others.
 
     Attributes:
         awaited: What others are encoding for it in this round.
@@ -62,8 +66,10 @@ class Call:
         features: Iterable[Any],
         keys: Iterable[int | None],
         lengths: Iterable[int | None],
+        ranks: Ranks | None = None,
     ) -> None:
         self._flights = flights
+        self._ranks = ranks
         self._gate = gate
         self._batch: Batch | None = None
         self.awaited: list[tuple[Want, Flight]] = []
@@ -89,14 +95,28 @@ class Call:
         self.awaited = []
         while True:
             landings = flights.landings
-            missing = flights.look_up(self._wants, calls=not self._counted)
-            self._counted = True
+            found, missing = flights.look_up(self._wants)
+            is_first, self._counted = not self._counted, True
+            try:
+                if self._ranks is not None and is_first:
+                    missing = self._agree(self._ranks)
+            finally:
+                flights.count_look_up(found, calls=is_first)
             if not missing:
                 return None
             # It is kept before it claims anything: so `abandon` finds all that is claimed.
             self._batch = batch = Batch(flights, self._gate)
             if flights.claim(missing, landings, claimed=batch.claimed, awaited=self.awaited):
                 return batch
+
+    def _agree(self, ranks: Ranks) -> list[Want]:
+        """Gives up what another rank misses; returns what is missing then."""
+        asked = [(want.key, want.length) for want in self._by_feature]
+        flags = ranks.agree(asked, [want.embedding is None for want in self._wants])
+        missing = [want for want, flag in zip(self._wants, flags, strict=True) if flag]
+        for want in missing:
+            want.embedding = None
+        return missing
 
     def take(self, want: Want, flight: Flight, landed: Landed) -> None:
         """Takes what the flight of another call brought, if it is of use here."""

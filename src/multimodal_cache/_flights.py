@@ -75,19 +75,13 @@ class Flights:
         self.landings = 0
         self._calls = self._row_mismatches = self._encodes = self._failures = 0
         self._encode_seconds = 0.0
-        self._hits = self._encoded = self._coalesced = 0
+        self._hits = self._encoded = self._coalesced = self._disagreements = 0
         self._hit_tokens = self._encoded_tokens = self._coalesced_tokens = 0
 
-    def look_up(self, wants: Iterable[Want], *, calls: int) -> list[Want]:
-        """Looks up what has no embedding yet; returns what is missing.
-
-        Args:
-            wants: Of one call.
-            calls: How many calls to count: 1 for the first time, 0 for another round.
-        """
+    def look_up(self, wants: Iterable[Want]) -> tuple[list[Want], list[Want]]:
+        """Looks up what has no embedding yet; returns what was found, and what is missing."""
         get_single = self._cache.get_single
-        missing = []
-        hits = tokens = 0
+        found_now, missing = [], []
         for want in wants:
             if want.embedding is not None:
                 continue
@@ -95,16 +89,31 @@ class Flights:
             embedding = None if found is None else as_rows(found.embedding)
             if embedding is not None and want.fits(embedding):
                 want.embedding = embedding
-                hits += want.uses
-                tokens += want.uses * embedding.shape[0]
+                found_now.append(want)
             else:
                 want.mismatched = found is not None
                 missing.append(want)
+        return found_now, missing
+
+    def count_look_up(self, found: Iterable[Want], *, calls: int) -> None:
+        """Counts hits; what has no embedding any more was given up, as another rank has it not.
+
+        Args:
+            found: What ``look_up`` found.
+            calls: How many calls to count: 1 for the first time, 0 for another round.
+        """
+        hits = tokens = given_up = 0
+        for want in found:
+            if want.embedding is None:
+                given_up += want.uses
+            else:
+                hits += want.uses
+                tokens += want.uses * want.embedding.shape[0]
         with self._lock:
             self._calls += calls
             self._hits += hits
             self._hit_tokens += tokens
-        return missing
+            self._disagreements += given_up
 
     def claim(
         self,
@@ -228,4 +237,5 @@ class Flights:
                 encode_seconds=self._encode_seconds,
                 row_mismatches=self._row_mismatches,
                 failures=self._failures,
+                disagreements=self._disagreements,
             )

@@ -19,7 +19,13 @@ from typing import Any, TypeVar
 import torch
 
 from multimodal_cache._modes import outside_graphs
-from multimodal_cache._tensors import QUANTISED, dense_storage, plain_tensor, require_memory
+from multimodal_cache._tensors import (
+    QUANTISED,
+    dense_storage,
+    plain_tensor,
+    require_memory,
+    torch_has_none,
+)
 from multimodal_cache.base import EmbeddingResult, EmbeddingTypeError
 
 T = TypeVar("T")
@@ -185,7 +191,7 @@ def copy_out(
     try:
         return clone(source)
     except RuntimeError as error:  # the sub-byte dtypes can't be copied, but their bytes can
-        if "not implemented for" not in str(error):  # only newer torch has a type for that
+        if not torch_has_none(error):
             raise
         return clone(source.view(torch.uint8)).view(source.dtype)
 

@@ -7,7 +7,7 @@ import logging
 import operator
 import sys
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
@@ -23,6 +23,7 @@ from multimodal_cache.base import (
     item_keys,
     split_key,
 )
+from multimodal_cache.leases import Ended, Lease
 from multimodal_cache.stats import CacheStats
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ _Items = tuple[int, ...] | None  # what a key says that it stands for; a plain i
 # hit of it does: a call, which may raise KeyError. (In host memory: how to bring it back.)
 _Entry = tuple[EmbeddingResult, int, int, _Items, Any]
 _Evicted = list[tuple[int, EmbeddingResult]] | None  # what on_evict is to hear, if there is one
+
+_NO_KEY = -1j  # no int is equal to it
 
 _HITS_TAKE_THE_LOCK = not getattr(sys, "_is_gil_enabled", lambda: True)()
 
@@ -70,7 +73,8 @@ class MultiModalStaticCache(MultimodalCache):
 
     1. ``current_size`` is the sum of the bytes recorded for the entries, at most ``max_size``.
     2. The bytes recorded for an entry are those that it keeps alive at admission, each
-       storage once. (A storage that two entries share is charged to both.)
+       storage once. (A storage that two entries share is charged to both.) ``stats()`` tells
+       how many of them are leased.
     3. The order of ``mm_cache`` is the order of last use.
     4. What ``mm_cache`` holds is what is charged, and a list stands under the hash of its items.
 
@@ -151,8 +155,11 @@ class MultiModalStaticCache(MultimodalCache):
         self._hits_in_entries = {} if _HITS_TAKE_THE_LOCK else self._entries
         self._hits_by_items = {} if _HITS_TAKE_THE_LOCK else self._by_items
         self._current_size = 0
-        self._changing: int | None = None  # a key that isn't in all the tables, for a moment
+        self._changing: complex | None = None  # a key that isn't in all the tables, for a moment
         self._max_size = as_size("max_size", max_size)
+        self._leased: dict[int, set[object]] = {}  # by key, what stands for its leases
+        self._ended: deque[Ended] = deque()  # leases whose end is still to be heeded
+        self._room = self._max_size  # what isn't leased
         self._copy = copy
         self._on_evict = on_evict
         self._trace = trace
@@ -385,18 +392,50 @@ class MultiModalStaticCache(MultimodalCache):
 
         Raises:
             TypeError: ``max_size`` isn't an int.
-            ValueError: ``max_size`` is negative.
+            ValueError: ``max_size`` is negative, or less than the bytes of what is leased. Nothing
+                has changed.
         """
         max_size = as_size("max_size", max_size)
         evicted: _Evicted = None if self._on_evict is None else []
         try:
             with self._lock:
-                self._mend()
                 self._shrink(max_size, evicted)
+                self._changing = _NO_KEY
+                self._room += max_size - self._max_size
                 self._max_size = max_size
+                self._changing = None
         finally:
             if evicted:
                 self._report(evicted)
+
+    def lease(self, mm_hashes: Iterable[SupportsIndex | None]) -> Lease:
+        """Keeps what is under some keys, and what is set under them later, from being evicted.
+
+        For a request that is prefilled in several chunks, which needs its images until the last.
+        ``set`` then evicts others, and returns False where a value can't fit beside what is leased,
+        or would replace a leased entry of other items. ``free`` and ``clear`` drop leased entries
+        nevertheless: whoever says that an entry is wrong is right. The lease goes on holding its
+        keys. An entry whose last lease ends becomes the most recent.
+
+        Args:
+            mm_hashes: The keys, of single items or of lists; they needn't be there. A lease is of
+                the int. None is ignored.
+
+        Returns:
+            The lease. ``release()`` it, or use it in a ``with`` block.
+
+        Raises:
+            TypeError: A key is neither an int nor None. Nothing is held then.
+        """
+        keys = [split_key(mm_hash)[0] for mm_hash in mm_hashes]
+        lease = Lease(tuple(key for key in keys if key is not None), self._tiers())
+        with self._lock:
+            self._mend()
+            lease._hold()
+        return lease
+
+    def _tiers(self) -> tuple[MultiModalStaticCache, ...]:
+        return (self,)
 
     def __len__(self) -> int:
         if self._changing is not None:
@@ -424,6 +463,7 @@ class MultiModalStaticCache(MultimodalCache):
                 entries=len(self.mm_cache),
                 current_size=self._current_size,
                 max_size=self._max_size,
+                leased_bytes=self._max_size - self._room,
             )
 
     def check(self) -> None:
@@ -461,6 +501,10 @@ class MultiModalStaticCache(MultimodalCache):
                 self._current_size == sum(charged)
             ),
             "1: current_size is from 0 to max_size": 0 <= self._current_size <= self._max_size,
+            "2: leased_bytes is the sum of what leased entries are charged": (
+                self._max_size - self._room
+                == sum(entry[2] for key, entry in entries.items() if key in self._leased)
+            ),
             "3: mm_cache lists each key once": (
                 len(order) == len(set(order)) == len(self.mm_cache)
             ),
@@ -493,14 +537,14 @@ class MultiModalStaticCache(MultimodalCache):
         with self._lock:
             while True:
                 collides = items is not None and key in self._entries and self._collides(key, items)
-                if self._changing is not None:
+                if self._changing is not None or self._ended:
                     self._mend()
                 elif generation is not None and generation != self._generation:
                     return False
                 elif key in self._entries and not collides:
                     self.mm_cache.move_to_end(key)
                     return True
-                elif nbytes > self._max_size:
+                elif nbytes > self._room or (collides and key in self._leased):
                     self._reject(entry)
                     self._collisions += collides
                     return None
@@ -517,6 +561,7 @@ class MultiModalStaticCache(MultimodalCache):
                     if items is not None:
                         self._by_items[items] = entry
                     self._current_size += nbytes
+                    self._room -= nbytes * (key in self._leased)
                     self.mm_cache[key] = entry[0]
                     self._changing = None
                     self._insertions += 1
@@ -546,7 +591,7 @@ class MultiModalStaticCache(MultimodalCache):
     def _look_up(self, key: int | None, items: _Items) -> EmbeddingResult | None:
         """Looks up under the lock: all that isn't a hit without it."""
         with self._lock:
-            if self._changing is not None:
+            if self._changing is not None or self._ended:
                 self._mend()
             entry = self._entries.get(key)  # type: ignore[arg-type]  # None is in no dict of ints
             if entry is None or _are_known_to_differ(entry[3], items):
@@ -584,39 +629,100 @@ class MultiModalStaticCache(MultimodalCache):
             del self._by_items[entry[3]]
         del self._entries[key]
         self._current_size -= entry[2]
+        self._room += entry[2] * (key in self._leased)
         self._changing = None
         return entry
 
     def _mend(self) -> None:
-        """Drops the entry whose insertion or removal was broken off, if there is one."""
+        """Ends what was broken off, and the leases whose end wasn't heeded yet."""
+        if self._changing is not None:
+            self._undo()
+        if self._ended:
+            self._end_leases()
+
+    def _undo(self) -> None:
+        """Drops the entry whose insertion or removal was broken off, and counts all others."""
         key = self._changing
-        if key is None:
-            return
-        others = sum([nbytes for _, k, nbytes, _, _ in list(self._entries.values()) if k != key])
+        charged = [entry[1:3] for entry in list(self._entries.values()) if entry[1] != key]
+        size = sum([nbytes for _, nbytes in charged])
+        leased = sum([nbytes for k, nbytes in charged if k in self._leased])
         if self._changing is None:
             return  # a finalizer was faster
         if key in self.mm_cache:
-            del self.mm_cache[key]
+            del self.mm_cache[key]  # type: ignore[arg-type]  # it is an int then
         if key in self._entries:
-            entry = self._entries[key]
+            entry = self._entries[key]  # type: ignore[index]
             if entry[3] in self._by_items:
                 del self._by_items[entry[3]]
-            del self._entries[key]
-        self._current_size = others
+            del self._entries[key]  # type: ignore[arg-type]
+        self._current_size = size
+        self._room = self._max_size - leased
         self._changing = None
 
+    def _hold(self, key: int, lease: object) -> None:
+        """Takes what is under a key out of what may be evicted, until this lease ends."""
+        leases = {lease}
+        if self._changing is not None:
+            self._undo()
+        if key in self._leased:
+            self._leased[key].add(lease)
+            return
+        self._changing = _NO_KEY
+        self._leased[key] = leases
+        if key in self._entries:
+            self._room -= self._entries[key][2]
+        self._changing = None
+
+    def _end_leases(self) -> None:
+        """Heeds the leases that are over. If it is broken off, the next one begins it again."""
+        while self._ended:
+            ended = self._ended[0]
+            for key in ended[1]:
+                self._let_go(key, ended[0])
+            if self._ended and self._ended[0] is ended:  # else a finalizer was faster
+                self._ended.popleft()
+
+    def _let_go(self, key: int, lease: object) -> None:
+        """Ends one lease of a key; what nobody leases any more becomes the most recent."""
+        leases = self._leased.get(key, set())
+        leases.discard(lease)
+        if self._changing is not None:
+            self._undo()
+        if leases or key not in self._leased or self._leased[key] is not leases:
+            return
+        self._changing = _NO_KEY
+        del self._leased[key]
+        if key in self._entries:
+            self._room += self._entries[key][2]
+        self._changing = None
+        try:
+            self.mm_cache.move_to_end(key)
+        except KeyError:
+            pass  # there is none, or a finalizer has freed it
+
     def _settle(self) -> None:
-        """Returns when no thread is in the middle of a change."""
+        """Returns when no thread is in the middle of a change, and no lease's end is unheeded."""
         with self._lock:
             self._mend()
 
     def _shrink(self, size: int, evicted: _Evicted) -> None:
-        """Evicts until the rest fits into a size."""
-        while self._current_size > size:
+        """Evicts until the rest fits into a size; what is leased must, in every turn."""
+        while True:
+            if self._changing is not None or self._ended:
+                self._mend()
+                continue
+            leased = self._max_size - self._room
+            if leased > size:
+                raise ValueError(f"max_size must be {leased} or more, the bytes leased, got {size}")
+            if self._current_size <= size:
+                return
             self._evict_oldest(evicted)
 
     def _evict_oldest(self, evicted: _Evicted) -> None:
-        """Evicts one entry, and adds it to ``evicted``, if there is that."""
+        """Evicts one entry, and adds it to ``evicted``, if there is that.
+
+        One that is leased becomes the most recent instead: it is in use.
+        """
         try:
             for key in self.mm_cache:  # noqa: B007  # next(iter()) would let others in between
                 break
@@ -627,6 +733,9 @@ class MultiModalStaticCache(MultimodalCache):
         if key is None:
             if self._current_size:
                 raise RuntimeError("mm_cache was changed from outside; it is to be read only")
+            return
+        if key in self._leased:
+            self.mm_cache.move_to_end(key)
             return
         entry = self._remove(key)
         if entry is None:
@@ -640,7 +749,7 @@ class MultiModalStaticCache(MultimodalCache):
     def _warn_of_size(self, nbytes: int) -> None:
         """Says once that the budget is below one embedding; one of 0 is meant to be."""
         max_size = self._max_size
-        if max_size and not self._warned_of_size:
+        if nbytes > max_size > 0 and not self._warned_of_size:
             self._warned_of_size = True
             logger.warning(
                 "an embedding of %d bytes was not cached, since it is larger than %s, %d bytes: no "

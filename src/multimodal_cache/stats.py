@@ -32,6 +32,7 @@ class CacheStats:
         entries: Entries held.
         current_size: Bytes held.
         max_size: The budget, in bytes.
+        leased_bytes: Bytes of entries that are leased, and can't be evicted.
     """
 
     hits: int
@@ -47,6 +48,7 @@ class CacheStats:
     entries: int
     current_size: int
     max_size: int
+    leased_bytes: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -80,6 +82,8 @@ class EncoderStats:
         failures: Calls of ``encode`` that raised, were interrupted, or returned what can't be
             split into embeddings or cached. A call of the encoder that fails before ``encode``
             is called is not among them.
+        disagreements: Features that were in the cache and encoded nevertheless, since another
+            rank of the ``group`` missed them; they count as encoded.
     """
 
     calls: int
@@ -93,6 +97,7 @@ class EncoderStats:
     encode_seconds: float
     row_mismatches: int
     failures: int
+    disagreements: int = 0
 
     @property
     def hit_rate(self) -> float:

@@ -7,7 +7,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 
@@ -187,6 +187,9 @@ class TieredCache(MultiModalStaticCache):
                 f"got host_size={self.host.max_size} and max_size={max_size}"
             )
 
+    def _tiers(self) -> tuple[MultiModalStaticCache, ...]:
+        return (self, self.host)
+
     def _mend(self) -> None:
         super()._mend()
         self.host._mend()
@@ -269,7 +272,7 @@ class TieredCache(MultiModalStaticCache):
         """Puts on the device what the host has, if it fits; else says why not, at most once."""
         entry = (*entry[:4], self._hit_of(held))
         stored = super()._admit(entry, replacements, left, None)
-        if stored is not None or self._warned_of_size or not self._max_size:
+        if stored is not None or self._warned_of_size or not entry[2] > self._max_size > 0:
             return ""
         self._warned_of_size = True
         return (
@@ -343,17 +346,16 @@ class _HostMemory(MultiModalStaticCache):
                 del self._by_items[entry[3]]
             del self._entries[key]
             self._current_size -= entry[2]
+            self._room += entry[2] * (key in self._leased)
             self._changing = None
         return (*entry[:4], (entry[4], on_device))
 
-    def _mend(self) -> None:
-        on_device = None
-        if self._changing is not None:
-            on_device = self._leave_device(self._changing)
-        super()._mend()
+    def _undo(self) -> None:
+        on_device = self._leave_device(self._changing)
+        super()._undo()
         del on_device
 
-    def _leave_device(self, key: int) -> _Entry | None:
+    def _leave_device(self, key: Any) -> _Entry | None:
         device = self._device()
         if device is None:
             return None
