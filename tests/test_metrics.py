@@ -99,9 +99,11 @@ def test_an_encoder_and_a_store_have_their_own(registry: CollectorRegistry) -> N
     assert {name: value for name, value in shown.items() if name.startswith("encoder_")} == {
         'encoder_calls_total{cache="vision"}': 2,
         'encoder_features_total{cache="vision",source="cache"}': 1,
+        'encoder_features_total{cache="vision",source="store"}': 0,
         'encoder_features_total{cache="vision",source="encoder"}': 2,
         'encoder_features_total{cache="vision",source="other_call"}': 1,
         'encoder_tokens_total{cache="vision",source="cache"}': 2,
+        'encoder_tokens_total{cache="vision",source="store"}': 0,
         'encoder_tokens_total{cache="vision",source="encoder"}': 4,
         'encoder_tokens_total{cache="vision",source="other_call"}': 2,
         'encoder_encodes_total{cache="vision"}': 1,

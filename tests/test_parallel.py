@@ -106,6 +106,17 @@ def test_all_ranks_make_the_same_calls_of_encode(scenario: str, column: Column) 
     assert calls or scenario == "no_features"
 
 
+def test_what_one_rank_alone_has_fetched_is_encoded_on_all(column: Column) -> None:
+    scenario = "stores_that_differ"
+    assert same(column(scenario, "calls")) == [[1, 3], [7]]
+    assert same(column(scenario, "fetched")) == 2
+    first, *others = column(scenario, "answers")
+    assert first == [[1, 2, 3], [5, 2], "OSError: what a store never does", [7, 1, 2]]
+    assert all(other == [[1, 2, 3], [5, 2], ELSEWHERE, [7, 1, 2]] for other in others)
+    gave_up = column(scenario, "gave up")
+    assert gave_up == [1] + [0] * len(others)
+
+
 def test_ranks_whose_caches_differ_get_the_same_right_answers(column: Column) -> None:
     answers = same(column("caches_of_different_sizes", "answers"))
     assert len(answers) == 60

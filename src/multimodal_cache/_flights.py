@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -18,6 +18,9 @@ from multimodal_cache._errors import Failure
 from multimodal_cache._outputs import as_rows
 from multimodal_cache.base import EmbeddingResult, MultimodalCache
 from multimodal_cache.stats import EncoderStats
+
+if TYPE_CHECKING:
+    from multimodal_cache.stores import EmbeddingStore
 
 Landed: TypeAlias = torch.Tensor | Failure | None
 """The embedding; or how an ``encode`` failed that had nothing else to do; or None: try again."""
@@ -61,22 +64,26 @@ class Flights:
 
     Args:
         cache: As for ``CachedEncoder``.
+        shared: The store that is asked for what isn't there, or None.
 
     Attributes:
+        shared: The same.
         by_key: Those that haven't landed.
         landings: The number of landings so far: who has looked into the cache and then finds it
             changed must look again.
     """
 
-    def __init__(self, cache: MultimodalCache) -> None:
+    def __init__(self, cache: MultimodalCache, shared: EmbeddingStore | None = None) -> None:
         self._cache = cache
+        self.shared = shared
         self._lock = threading.RLock()  # a finalizer may call back
         self.by_key: dict[int, Flight] = {}
         self.landings = 0
         self._calls = self._row_mismatches = self._encodes = self._failures = 0
         self._encode_seconds = 0.0
-        self._hits = self._encoded = self._coalesced = self._disagreements = 0
-        self._hit_tokens = self._encoded_tokens = self._coalesced_tokens = 0
+        self._hits = self._fetched = self._encoded = self._coalesced = self._disagreements = 0
+        self._hit_tokens = self._fetched_tokens = 0
+        self._encoded_tokens = self._coalesced_tokens = 0
 
     def look_up(self, wants: Iterable[Want]) -> tuple[list[Want], list[Want]]:
         """Looks up what has no embedding yet; returns what was found, and what is missing."""
@@ -186,6 +193,14 @@ class Flights:
                 options = {} if generation is None else {"generation": generation}
                 self._cache.set(flight.key, result, None, **options)
 
+    def offer(self, claimed: Iterable[Claim], embeddings: Iterable[torch.Tensor]) -> None:
+        """Offers embeddings to the store, but none that ``clear()`` has made an old one."""
+        assert self.shared is not None
+        generation = getattr(self._cache, "generation", None)
+        for (_, flight), embedding in zip(claimed, embeddings, strict=True):
+            if flight is not None and flight.generation == generation:
+                self.shared.offer(flight.key, embedding)
+
     def land(self, claimed: Sequence[Claim], outcomes: Sequence[Landed]) -> None:
         """Ends flights, and gives those who wait their outcome.
 
@@ -198,23 +213,32 @@ class Flights:
             if flight is not None and not flight.landed.done():
                 flight.landed.set_result(outcome)
 
-    def count_encode(self, encoded: Iterable[Want], seconds: float) -> None:
+    def count_encode(self, encoded: Sequence[Want], seconds: float) -> None:
         """Counts a call of ``encode`` that has ended; of a failed one nothing is ``encoded``."""
-        features = tokens = coalesced = coalesced_tokens = 0
-        for want in encoded:
-            rows = want.embedding.shape[0]  # type: ignore[union-attr]  # it is encoded
-            features += 1
-            tokens += rows
-            coalesced += want.uses - 1
-            coalesced_tokens += (want.uses - 1) * rows
+        embeddings = [want.embedding for want in encoded if want.embedding is not None]
+        tokens, coalesced, coalesced_tokens = _shared_out(encoded, embeddings)
         with self._lock:
             self._encodes += 1
             self._encode_seconds += seconds
-            self._failures += not features
-            self._encoded += features
+            self._failures += not encoded
+            self._encoded += len(encoded)
             self._encoded_tokens += tokens
             self._coalesced += coalesced
             self._coalesced_tokens += coalesced_tokens
+
+    def count_fetched(self, fetched: Sequence[Want], embeddings: Sequence[torch.Tensor]) -> None:
+        """Counts what the store had."""
+        tokens, coalesced, coalesced_tokens = _shared_out(fetched, embeddings)
+        with self._lock:
+            self._fetched += len(fetched)
+            self._fetched_tokens += tokens
+            self._coalesced += coalesced
+            self._coalesced_tokens += coalesced_tokens
+
+    def count_disagreements(self, features: int) -> None:
+        """Counts what the store had, and is given up, as that of another rank had it not."""
+        with self._lock:
+            self._disagreements += features
 
     def count_coalesced(self, features: int, tokens: int) -> None:
         """Counts what other calls have encoded."""
@@ -229,6 +253,8 @@ class Flights:
                 calls=self._calls,
                 hits=self._hits,
                 hit_tokens=self._hit_tokens,
+                fetched=self._fetched,
+                fetched_tokens=self._fetched_tokens,
                 encoded=self._encoded,
                 encoded_tokens=self._encoded_tokens,
                 coalesced=self._coalesced,
@@ -239,3 +265,14 @@ class Flights:
                 failures=self._failures,
                 disagreements=self._disagreements,
             )
+
+
+def _shared_out(wants: Sequence[Want], embeddings: Sequence[torch.Tensor]) -> tuple[int, int, int]:
+    """Returns the tokens, the features that share the embedding of another, and their tokens."""
+    tokens = coalesced = coalesced_tokens = 0
+    for want, embedding in zip(wants, embeddings, strict=True):
+        rows = embedding.shape[0]
+        tokens += rows
+        coalesced += want.uses - 1
+        coalesced_tokens += (want.uses - 1) * rows
+    return tokens, coalesced, coalesced_tokens

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from multimodal_cache.parallel import Ranks
+    from multimodal_cache.stores import EmbeddingStore
 
 T = TypeVar("T")
 EncoderOutput: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
@@ -97,7 +98,8 @@ class CachedEncoder:
 
     Raises:
         TypeError: ``cache`` has no ``get_single`` or is a class, ``encode`` or ``key`` can't be
-            called, ``namespace`` is neither str nor bytes, or ``max_concurrency`` is no int.
+            called, ``namespace`` is neither str nor bytes, ``max_concurrency`` is no int, or
+            ``store`` is no ``EmbeddingStore``.
         ValueError: ``max_concurrency`` is below 1.
     """
 
@@ -110,6 +112,7 @@ class CachedEncoder:
         key: Callable[[Any], SupportsIndex | None] | None = None,
         max_concurrency: int | None = None,
         group: ProcessGroup | None = None,
+        store: EmbeddingStore | None = None,
     ) -> None:
         _require_cache(cache, encode)
         if not callable(encode):
@@ -122,6 +125,8 @@ class CachedEncoder:
             if max_concurrency < 1:
                 raise ValueError(f"max_concurrency must be 1 or more, got {max_concurrency}")
         self._ranks = None if group is None else _ranks_of(group)
+        if store is not None:
+            _require_store(store)
         self._cache = cache
         self._encode = encode
         self._is_async = _is_coroutine_function(encode)
@@ -129,7 +134,7 @@ class CachedEncoder:
             raise TypeError("with a group, encode must be a plain function, got an async one")
         self._namespace = namespace
         self._key = key
-        self._flights = Flights(cache)
+        self._flights = Flights(cache, store)
         self._gate = Gate(max_concurrency)
         self._tasks: set[asyncio.Task[None]] = set()
         # Not that of the loop, which may be full of synchronous calls that wait for a flight.
@@ -328,12 +333,12 @@ class CachedEncoder:
             del encoding  # it may hold an error, whose traceback holds this frame
 
     def _begin_elsewhere(self, batch: Batch, modes: Modes | None) -> asyncio.Future[None]:
+        executor = self._nested_executor if batch.nested else self._executor
         if not self._is_async:
             run = contextvars.copy_context().run
             loop = asyncio.get_running_loop()
-            executor = self._nested_executor if batch.nested else self._executor
             return loop.run_in_executor(executor, run, batch.encode, self._encode, modes)
-        task = asyncio.ensure_future(batch.encode_async(self._encode))
+        task = asyncio.ensure_future(batch.encode_async(self._encode, executor))
         self._tasks.add(task)  # the loop itself would let go of it
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: batch.land_without(None))  # if it never began
@@ -358,6 +363,14 @@ def _require_cache(cache: Any, encode: Any) -> None:
         swapped = callable(getattr(encode, "get_single", None))
         advice = ": the order is CachedEncoder(cache, encode)" if swapped else ""
         raise TypeError(f"cache must be a MultimodalCache, got {type(cache).__name__}{advice}")
+
+
+def _require_store(store: Any) -> None:
+    from multimodal_cache.stores import EmbeddingStore
+
+    if not isinstance(store, EmbeddingStore):
+        kind = f"the class {store.__name__}" if isinstance(store, type) else type(store).__name__
+        raise TypeError(f"store must be an EmbeddingStore or None, got {kind}")
 
 
 def _one_for_each(name: str, items: Iterable[T], features: Sequence[Any]) -> tuple[T, ...]:

@@ -61,17 +61,19 @@ class CacheStats:
 class EncoderStats:
     """What a ``CachedEncoder`` has done since it was made.
 
-    A consistent snapshot. Each feature of a call that returned was a hit, encoded or coalesced.
-    The tokens of a feature are the rows of its embedding.
+    A consistent snapshot. Each feature of a call that returned was a hit, fetched, encoded or
+    coalesced. The tokens of a feature are the rows of its embedding.
 
     Attributes:
         calls: Calls that looked their keys up: all with valid arguments.
         hits: Features whose embedding was in the cache.
         hit_tokens: Their tokens.
+        fetched: Features whose embedding was in the store.
+        fetched_tokens: Their tokens.
         encoded: Features that ``encode`` was given and returned an embedding for.
         encoded_tokens: Their tokens.
-        coalesced: Features that were served by somebody else's encode: that of another call, or
-            of a feature with the same key in the same call.
+        coalesced: Features that were served by somebody else's encode or fetch: that of another
+            call, or of a feature with the same key in the same call.
         coalesced_tokens: Their tokens.
         encodes: Calls of ``encode`` that have ended, those that failed included.
         encode_seconds: How long those took, all together: calls that overlap, or are inside of
@@ -82,13 +84,15 @@ class EncoderStats:
         failures: Calls of ``encode`` that raised, were interrupted, or returned what can't be
             split into embeddings or cached. A call of the encoder that fails before ``encode``
             is called is not among them.
-        disagreements: Features that were in the cache and encoded nevertheless, since another
-            rank of the ``group`` missed them; they count as encoded.
+        disagreements: Features that were in the cache or the store and encoded nevertheless, since
+            another rank of the ``group`` missed them; they count as encoded.
     """
 
     calls: int
     hits: int
     hit_tokens: int
+    fetched: int
+    fetched_tokens: int
     encoded: int
     encoded_tokens: int
     coalesced: int
@@ -103,8 +107,8 @@ class EncoderStats:
     def hit_rate(self) -> float:
         """The share of features served without an encode of their own, from 0.0 to 1.0.
 
-        Those are the hits and the coalesced ones. 0.0 before the first feature.
+        Those are the hits, the fetched and the coalesced ones. 0.0 before the first feature.
         """
-        served = self.hits + self.coalesced
+        served = self.hits + self.fetched + self.coalesced
         features = served + self.encoded
         return served / features if features else 0.0
