@@ -121,6 +121,20 @@ def test_tiers_prints_its_tables_and_draws_them(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_planner_prints_its_tables_and_writes_them_too(tmp_path: Path) -> None:
+    output = tmp_path / "planner.md"
+    tiny = ["--requests", "50", "2000", "--rounds=2", "--sizes=3", "--calls=50"]
+    shown = run("planner.py", *tiny, f"--output={output}")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    for row in (
+        "2,000 | `hit_curve`, all sizes",
+        "50 | replays at 3 sizes",
+        "`trace=`, compressed",
+    ):
+        assert f"| {row} |" in shown.stdout
+    assert output.read_text(encoding="utf-8") == shown.stdout
+
+
 def test_ranks_prints_its_table() -> None:
     shown = run("ranks.py", "--calls=1", "--rounds=2")
     assert shown.returncode == 0, shown.stderr

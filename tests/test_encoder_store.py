@@ -100,6 +100,7 @@ def test_what_was_encoded_elsewhere_is_fetched_and_not_encoded(
         assert encode.calls == [[1, 2]]
         stats = other.stats()
         assert (stats.fetched, stats.coalesced, stats.hits, stats.encoded) == (2, 1, 2, 0)
+        assert (stats.fetched_tokens, stats.coalesced_tokens, stats.hit_tokens) == (4, 2, 4)
         assert stats.hit_rate == 1
         assert store.reads == [[name(1), name(2)], [name(2), name(1)]]
         assert store.stats().written == 2  # what was fetched isn't offered

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Awaitable, Callable
 from io import BytesIO
@@ -164,6 +165,62 @@ def test_the_line_in_the_log_is_as_it_is_shown(caplog: pytest.LogCaptureFixture)
 
 def test_it_is_short() -> None:
     assert len(TEXT.splitlines()) < 300
+
+
+def test_its_metrics_are_those_that_there_are() -> None:
+    pytest.importorskip("prometheus_client", reason="of the extra metrics")
+    from multimodal_cache.metrics import PREFIX, CacheCollector
+
+    there = {
+        family.name + ("_total" if family.type == "counter" else "")
+        for family in CacheCollector(_registry()).describe()
+    }
+    queries = set(re.findall(rf"\b{PREFIX}\w+", TEXT))
+    assert queries <= there
+    (rows,) = re.findall(rf"^\| `{PREFIX}\.\.\.`.*?\n\n", TEXT, flags=re.MULTILINE | re.DOTALL)
+    listed = {PREFIX + name for row in rows.strip().splitlines()[2:] for name in _names(row)}
+    assert [name for name in there - listed if not name.startswith(f"{PREFIX}store_")] == []
+    assert listed <= there
+
+
+def _registry() -> Any:
+    from prometheus_client import CollectorRegistry
+
+    return CollectorRegistry()
+
+
+def _names(row: str) -> list[str]:
+    return re.findall(r"`(\w+)`", row.split("|")[1])
+
+
+def test_its_panel_is_json_with_a_query_of_its_own() -> None:
+    (panel,) = re.findall(r"^```json\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
+    assert "multimodal_cache_hits_total" in json.loads(panel)["targets"][0]["expr"]
+
+
+def test_its_line_of_the_log_is_one_that_a_scheduler_writes() -> None:
+    (line,) = re.findall(r"^multimodal cache: hit rate.*$", TEXT, flags=re.MULTILINE)
+    cache = SchedulerCache(1000)
+    cache.get_single(1)
+    written = str(cache._log.line())
+
+    def without_numbers(text: str) -> str:
+        return re.sub(r"[\d,.]*\d", "0", " ".join(text.split()))
+
+    assert without_numbers(line) == without_numbers(written)
+
+
+def test_what_it_says_of_the_planner_is_so() -> None:
+    from multimodal_cache._plan import _parser
+    from multimodal_cache.integrations._sglang_watch import TRACE
+
+    assert f"`{TRACE}=" in TEXT
+    options = {option for action in _parser()._actions for option in action.option_strings}
+    (command,) = re.findall(r"python -m multimodal_cache plan (.*)", TEXT)
+    assert {word for word in command.split() if word.startswith("--")} <= options
+    for option in ("--seconds-per-mib", "--kv-bytes-per-token", "--skip"):
+        assert f"`{option}" in TEXT
+        assert option in options
 
 
 def test_each_file_that_it_links_to_exists() -> None:

@@ -31,6 +31,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -83,7 +84,7 @@ class Call:
         self._agree_again: Agree | None = None
         self.awaited: list[tuple[Want, Flight]] = []
         self._counted = False
-        self._coalesced = 0
+        self._coalesced = self._coalesced_tokens = 0
         self._wants: list[Want] = []
         self._by_feature: list[Want] = []
         known: dict[tuple[int, int | None], Want] = {}
@@ -104,10 +105,13 @@ class Call:
         self.awaited = []
         while True:
             landings = flights.landings
-            missing = flights.look_up(self._wants, calls=not self._counted)
-            if self._ranks is not None and not self._counted:
-                missing = self._agree(self._ranks)
-            self._counted = True
+            found, missing = flights.look_up(self._wants)
+            is_first, self._counted = not self._counted, True
+            try:
+                if self._ranks is not None and is_first:
+                    missing = self._agree(self._ranks)
+            finally:
+                flights.count_look_up(found, calls=is_first)
             if not missing:
                 return None
             # It is kept before it claims anything: so `abandon` finds all that is claimed.
@@ -124,10 +128,8 @@ class Call:
         )
         self._agree_again = functools.partial(ranks.agree, asked)
         missing = [want for want, flag in zip(self._wants, flags, strict=True) if flag]
-        given_up = [want for want in missing if want.embedding is not None]
-        for want in given_up:
+        for want in missing:
             want.embedding = None
-        self._flights.give_up(sum(want.uses for want in given_up))
         return missing
 
     def take(self, want: Want, flight: Flight, landed: Landed) -> None:
@@ -138,11 +140,12 @@ class Call:
         elif landed is not None and want.fits(landed):
             want.embedding = landed
             self._coalesced += want.uses
+            self._coalesced_tokens += want.uses * landed.shape[0]
 
     def embeddings(self) -> list[Any]:
         """Returns the embedding of each feature, when all are there."""
         if self._coalesced:
-            self._flights.count(coalesced=self._coalesced)
+            self._flights.count_coalesced(self._coalesced, self._coalesced_tokens)
         return [want.embedding for want in self._by_feature]
 
     def abandon(self) -> None:
@@ -171,6 +174,7 @@ class Batch:
         self._agree = agree
         self.claimed: list[Claim] = []
         self._entered = self._counted = self._left = False
+        self._seconds = 0.0
         self._error: Exception | None = None
 
     # An error isn't returned, and isn't kept by a frame of these: its traceback holds them, and
@@ -197,8 +201,9 @@ class Batch:
                 turn.result()
                 with self._gate.inside(threading.get_ident()):
                     self._flights.drop_mismatched(self.claimed)
-                    with modes.entered() if modes else contextlib.nullcontext(), torch.no_grad():
-                        output = self._enter(encode)
+                    entered = modes.entered() if modes else contextlib.nullcontext()
+                    with entered, torch.no_grad(), self._timed():
+                        output = encode(self._features())
                     self._store_and_land(output)
 
     def _require_no_running_loop(self) -> None:
@@ -224,7 +229,8 @@ class Batch:
                     await asyncio.wrap_future(turn)
                 with self._gate.inside(current_task()):
                     self._flights.drop_mismatched(self.claimed)
-                    output = await self._gate.without_grad(self._enter(encode))
+                    with self._timed():
+                        output = await self._gate.without_grad(encode(self._features()))
                     self._store_and_land(output)
 
     async def _fetch_in(self, executor: Executor, store: EmbeddingStore) -> Fetched:
@@ -252,7 +258,7 @@ class Batch:
             return False
         self._flights.drop_mismatched(hits)
         self._flights.store(hits, embeddings)
-        self._flights.count(fetched=len(hits), coalesced=sum(want.uses - 1 for want, _ in hits))
+        self._flights.count_fetched([want for want, _ in hits], embeddings)
         self._flights.land(hits, embeddings)
         self.claimed = rest
         for (want, _), embedding in zip(hits, embeddings, strict=True):
@@ -273,7 +279,7 @@ class Batch:
             for (want, _), rows, flag in zip(self.claimed, found, missing, strict=True)
             if flag and rows is not None
         )
-        self._flights.count(disagreements=given_up)
+        self._flights.count_disagreements(given_up)
         return [None if flag else rows for rows, flag in zip(found, missing, strict=True)]
 
     @contextlib.contextmanager
@@ -290,9 +296,17 @@ class Batch:
             self.land_without(None)
             raise
 
-    def _enter(self, encode: Callable[[list[Any]], Any]) -> Any:
+    def _features(self) -> list[Any]:
+        return [want.feature for want, _ in self.claimed]
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
         self._entered = True
-        return encode([want.feature for want, _ in self.claimed])
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds = perf_counter() - began
 
     def leave(self) -> None:
         """Says that nobody will ask for the error, which may come at any time."""
@@ -343,11 +357,8 @@ class Batch:
             return
         if not self._counted:
             self._counted = True
-            encoded = [want for want, _ in claimed if want.embedding is not None]
-            self._flights.count(
-                encoded=len(encoded),
-                coalesced=sum(want.uses - 1 for want in encoded),
-                failures=self._entered and not encoded,
-            )
+            if self._entered:
+                encoded = [want for want, _ in claimed if want.embedding is not None]
+                self._flights.count_encode(encoded, self._seconds)
         self._flights.land(claimed, outcomes)
         self.claimed = []

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 
@@ -25,6 +25,9 @@ from multimodal_cache.base import (
 )
 from multimodal_cache.leases import Ended, Lease
 from multimodal_cache.stats import CacheStats
+
+if TYPE_CHECKING:
+    from multimodal_cache.trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -124,9 +127,10 @@ class MultiModalStaticCache(MultimodalCache):
             live until it has run, so memory can pass the budget for that moment. An exception
             in it is logged and swallowed. It may run after a ``clear`` that came meanwhile: a
             second cache that it fills must not take what is older than the weights.
+        trace: A ``multimodal_cache.trace.Trace`` of its own that records what is requested.
 
     Raises:
-        TypeError: ``max_size`` isn't an int, or ``on_evict`` isn't callable.
+        TypeError: ``max_size`` isn't an int, ``on_evict`` isn't callable, or ``trace`` no trace.
         ValueError: ``max_size`` is negative.
     """
 
@@ -138,7 +142,10 @@ class MultiModalStaticCache(MultimodalCache):
         *,
         copy: bool = False,
         on_evict: Callable[[int, EmbeddingResult], object] | None = None,
+        trace: Trace | None = None,
     ) -> None:
+        if trace is not None and not hasattr(trace, "hit_of"):
+            raise TypeError(f"trace must be a Trace, got {type(trace).__name__}")
         if on_evict is not None and not callable(on_evict):
             raise TypeError(f"on_evict must be callable, got {type(on_evict).__name__}")
         self.mm_cache: OrderedDict[int, EmbeddingResult] = OrderedDict()
@@ -155,11 +162,12 @@ class MultiModalStaticCache(MultimodalCache):
         self._room = self._max_size  # what isn't leased
         self._copy = copy
         self._on_evict = on_evict
+        self._trace = trace
         self._generation = 0
         self._warned_of_size = False
         self._hits_to_come = itertools.repeat(None, sys.maxsize)  # next() is exact in all threads
-        self._misses = self._insertions = 0
-        self._evictions = self._evicted_bytes = self._rejections = self._collisions = 0
+        self._misses = self._insertions = self._inserted_bytes = self._collisions = 0
+        self._evictions = self._evicted_bytes = self._rejections = self._rejected_bytes = 0
         self._lock = threading.RLock()
 
     @property
@@ -305,13 +313,17 @@ class MultiModalStaticCache(MultimodalCache):
         if key is None:
             return False
         evicted: _Evicted = None if self._on_evict is None else []
+        stored, trace = None, self._trace
+        hit = None if trace is None else trace.hit_of(key, nbytes, is_list=items is not None)
         try:
-            entry = (embedding, key, nbytes, items, None)
+            entry = (embedding, key, nbytes, items, hit)
             stored = self._admit(entry, replacements, generation, evicted)
         except _OutOfMemoryError as error:
             logger.warning("an embedding of %d bytes was not cached: %s", nbytes, error)
             return False
         finally:
+            if trace is not None:
+                trace.after_set(key, bool(stored))
             if evicted:
                 self._report(evicted)
         if stored is None:
@@ -350,9 +362,14 @@ class MultiModalStaticCache(MultimodalCache):
         key, items = split_key(mm_hash)
         if key is None:
             return False
+        trace = self._trace
         with self._lock:
             self._mend()
+            if trace is not None:
+                trace.forget(key)
             freed = None if self._collides(key, items) else self._remove(key)
+        if trace is not None:
+            trace.tend()
         return freed is not None
 
     def clear(self) -> None:
@@ -365,6 +382,8 @@ class MultiModalStaticCache(MultimodalCache):
         with self._lock:
             self._mend()
             self._generation += 1
+            if self._trace is not None:
+                self._trace.forget(None)
             dropped = list(map(self._remove, list(self.mm_cache)))
         del dropped  # after the lock is released, since it can run finalizers
 
@@ -435,9 +454,11 @@ class MultiModalStaticCache(MultimodalCache):
                 hits=sys.maxsize - operator.length_hint(self._hits_to_come),
                 misses=self._misses,
                 insertions=self._insertions,
+                inserted_bytes=self._inserted_bytes,
                 evictions=self._evictions,
                 evicted_bytes=self._evicted_bytes,
                 rejections=self._rejections,
+                rejected_bytes=self._rejected_bytes,
                 collisions=self._collisions,
                 entries=len(self.mm_cache),
                 current_size=self._current_size,
@@ -499,7 +520,7 @@ class MultiModalStaticCache(MultimodalCache):
     # A `with` that takes the lock has no loop in it but `while True`: CPython 3.12, and 3.13.0,
     # leave the jump back of others out of the `with`, and a signal handler may raise right there.
 
-    def _admit(
+    def _admit(  # noqa: C901  # a step a turn, and each is one question
         self, entry: _Entry, replacements: Replacements, generation: int | None, evicted: _Evicted
     ) -> bool | None:
         """Takes an entry through steps 1 to 4 of its life, under the lock, one step a turn.
@@ -524,7 +545,9 @@ class MultiModalStaticCache(MultimodalCache):
                     self.mm_cache.move_to_end(key)
                     return True
                 elif nbytes > self._room or (collides and key in self._leased):
-                    return self._refuse(collides)
+                    self._reject(entry)
+                    self._collisions += collides
+                    return None
                 elif collides:
                     self._collisions += 1
                     self._remove(key)
@@ -542,13 +565,16 @@ class MultiModalStaticCache(MultimodalCache):
                     self.mm_cache[key] = entry[0]
                     self._changing = None
                     self._insertions += 1
+                    self._inserted_bytes += nbytes
+                    if self._trace is not None:
+                        self._trace.request(key, nbytes)
                     return True
 
-    def _refuse(self, collides: bool) -> bool | None:
-        """Counts a value for which there is no room, and returns what says so."""
+    def _reject(self, entry: _Entry) -> None:
         self._rejections += 1
-        self._collisions += collides
-        return None
+        self._rejected_bytes += entry[2]
+        if self._trace is not None:
+            self._trace.request(entry[1], entry[2])
 
     def _own(self, entry: _Entry, replacements: Replacements) -> _Entry:
         """Replaces tensors; counts a rejection if there is no memory for them."""
@@ -558,7 +584,7 @@ class MultiModalStaticCache(MultimodalCache):
             # Only CUDA's error has a type of its own; the CPU allocator says it in words.
             words = ("you tried to allocate", "out of memory")
             if isinstance(error, torch.OutOfMemoryError) or any(w in str(error) for w in words):
-                self._rejections += 1
+                self._reject(entry)
                 raise _OutOfMemoryError(error) from error
             raise
 

@@ -7,7 +7,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 
@@ -22,6 +22,9 @@ from multimodal_cache.static_cache import (
     _OutOfMemoryError,
 )
 from multimodal_cache.stats import CacheStats
+
+if TYPE_CHECKING:
+    from multimodal_cache.trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +93,11 @@ class TieredCache(MultiModalStaticCache):
             buffer. (Host memory always holds copies.)
         on_evict: As in the plain class, for each entry that leaves the whole to make room, with its
             copy in host memory.
+        trace: As in the plain class; the requests to the whole, once each.
 
     Raises:
-        TypeError: ``max_size`` or ``host_size`` isn't an int, or ``on_evict`` isn't callable.
+        TypeError: ``max_size`` or ``host_size`` isn't an int, ``on_evict`` isn't callable, or
+            ``trace`` no trace.
         ValueError: ``max_size`` is negative, or ``host_size`` is less than ``max_size``.
 
     The copies between a CUDA device and pinned memory have not been run on a device yet.
@@ -105,9 +110,10 @@ class TieredCache(MultiModalStaticCache):
         *,
         copy: bool = False,
         on_evict: Callable[[int, EmbeddingResult], object] | None = None,
+        trace: Trace | None = None,
     ) -> None:
         super().__init__(max_size, copy=copy)
-        self.host: MultiModalStaticCache = _HostMemory(self, host_size, on_evict)
+        self.host: MultiModalStaticCache = _HostMemory(self, host_size, on_evict, trace)
         self._require_room_behind(self._max_size)
 
     @property
@@ -159,7 +165,9 @@ class TieredCache(MultiModalStaticCache):
             host_hits=host.hits,
             misses=host.misses,
             insertions=host.insertions,
+            inserted_bytes=host.inserted_bytes,
             rejections=host.rejections,
+            rejected_bytes=host.rejected_bytes,
             collisions=host.collisions,
         )
 
@@ -203,7 +211,7 @@ class TieredCache(MultiModalStaticCache):
         origin = _Origin()
         nbytes, copies = plan_ownership(result, copy_all=True, copier=origin.plan_host_copy)
         leaving: _Evicted = None if self.host._on_evict is None else []
-        why_not = ""
+        stored, here, why_not = None, False, ""
         try:
             with self._lock:
                 self._mend()
@@ -215,11 +223,13 @@ class TieredCache(MultiModalStaticCache):
                     if held[4] is not origin:  # it was there before, and keeps its value
                         entry, replacements = _entry_to_bring_back(held)
                     try:
-                        why_not = self._stay(entry, replacements, left)
+                        why_not = self._stay(entry, replacements, left, held)
                     except _OutOfMemoryError as error:
                         why_not = str(error)
                 here = key in self.host._entries
         finally:
+            if self.host._trace is not None:
+                self.host._trace.after_set(key, bool(stored and here))
             if leaving:
                 self.host._report(leaving)
         if stored is None:
@@ -246,7 +256,7 @@ class TieredCache(MultiModalStaticCache):
             else:
                 next(host._hits_to_come)
                 try:
-                    host.mm_cache.move_to_end(key)  # type: ignore[arg-type]
+                    self._hit_of(held)()  # type: ignore[arg-type]  # it was found
                 except KeyError:
                     pass  # a finalizer has freed the entry since
         if why_not:
@@ -258,10 +268,10 @@ class TieredCache(MultiModalStaticCache):
     # it may not be put on the device after: `_generation` counts what has left. It is read before
     # the host is, since the garbage collector can run finalizers in between.
 
-    def _stay(self, entry: _Entry, replacements: Replacements, left: int) -> str:
+    def _stay(self, entry: _Entry, replacements: Replacements, left: int, held: _Entry) -> str:
         """Puts on the device what the host has, if it fits; else says why not, at most once."""
-        use = functools.partial(self.host.mm_cache.move_to_end, entry[1])
-        stored = super()._admit((*entry[:4], use), replacements, left, None)
+        entry = (*entry[:4], self._hit_of(held))
+        stored = super()._admit(entry, replacements, left, None)
         if stored is not None or self._warned_of_size or not entry[2] > self._max_size > 0:
             return ""
         self._warned_of_size = True
@@ -269,6 +279,21 @@ class TieredCache(MultiModalStaticCache):
             f"it is larger than max_size, {self._max_size} bytes, so each hit of such an "
             "embedding copies it; this is said once"
         )
+
+    def _hit_of(self, held: _Entry) -> Callable[[], object]:
+        """Returns what else a hit does with what the host has; it may raise KeyError."""
+        _, key, nbytes, items, _ = held
+        use = functools.partial(self.host.mm_cache.move_to_end, key)
+        trace = self.host._trace
+        if trace is None:
+            return use
+        record = trace.hit_of(key, nbytes, is_list=items is not None)
+
+        def record_and_use() -> None:
+            record()
+            use()
+
+        return record_and_use
 
     def _bring_back(self, held: _Entry, left: int) -> tuple[EmbeddingResult | None, str]:
         """Returns the copy on the device of what the host has, if there is memory for one.
@@ -278,7 +303,7 @@ class TieredCache(MultiModalStaticCache):
         entry, replacements = _entry_to_bring_back(held)
         why_not = ""
         try:
-            why_not = self._stay(entry, replacements, left)
+            why_not = self._stay(entry, replacements, left, held)
         except _OutOfMemoryError:
             pass  # there may be some yet, now that room was made
         on_device = self._entries.get(entry[1])
@@ -300,8 +325,10 @@ class _HostMemory(MultiModalStaticCache):
         device: TieredCache,
         host_size: int,
         on_evict: Callable[[int, EmbeddingResult], object] | None,
+        trace: Trace | None,
     ) -> None:
-        super().__init__(as_size("host_size", host_size), copy=True, on_evict=on_evict)
+        host_size = as_size("host_size", host_size)
+        super().__init__(host_size, copy=True, on_evict=on_evict, trace=trace)
         self._lock = device._lock
         self._device = weakref.ref(device)  # no cycle: a dropped cache frees its memory at once
 

@@ -16,6 +16,7 @@ import os
 from typing import Any, SupportsIndex
 
 from multimodal_cache.base import EmbeddingResult
+from multimodal_cache.integrations._sglang_watch import Report, new_trace, watch
 from multimodal_cache.static_cache import MultiModalStaticCache
 from multimodal_cache.tiered import TieredCache
 
@@ -51,8 +52,22 @@ class SchedulerCache(MultiModalStaticCache):
     """
 
     def __init__(self, max_size: int) -> None:
-        super().__init__(max(max_size, 0))
+        super().__init__(max(max_size, 0), trace=new_trace())
         _announce(self, f"{_bytes(self.max_size)}{'' if self.max_size else ': it keeps nothing'}")
+        self._log = Report(self)
+        watch(self, self._log)
+
+    def set(
+        self,
+        mm_hash: SupportsIndex | None,
+        embedding: EmbeddingResult,
+        loc: object = None,
+        *,
+        generation: int | None = None,
+    ) -> bool:
+        """Stores a result, as in the plain class."""
+        stored = super().set(mm_hash, embedding, generation=generation)
+        return self._log.after_set(mm_hash, stored)
 
     def __repr__(self) -> str:
         return f"{__name__}.{super().__repr__()}"  # SGLang has caches of its own
@@ -70,8 +85,10 @@ class TieredSchedulerCache(TieredCache):
 
     def __init__(self, max_size: int) -> None:
         size = max(max_size, 0)
-        super().__init__(size, host_size(size))
+        super().__init__(size, host_size(size), trace=new_trace())
         _announce(self, f"{_bytes(size)}, and of {_bytes(self.host.max_size)} in host memory")
+        self._log = Report(self)
+        watch(self, self._log)
 
     def set(
         self,
@@ -87,7 +104,7 @@ class TieredSchedulerCache(TieredCache):
         depend on a copy for which there may be no memory.
         """
         stored = super().set(mm_hash, embedding, generation=generation)
-        return stored and mm_hash in self.mm_cache
+        return self._log.after_set(mm_hash, stored and mm_hash in self.mm_cache)
 
     def __repr__(self) -> str:
         return f"{__name__}.{super().__repr__()}"
