@@ -123,6 +123,69 @@ def test_case_26_eight_threads_on_a_tiny_cache(  # cachetools #80, boltons #52
     assert (cache.stats().host_hits > 0) is (host_size is not None)
 
 
+@pytest.mark.filterwarnings("ignore:Lease:ResourceWarning")
+@TIERS
+@pytest.mark.parametrize("frees", [False, True], ids=["nobody frees", "others free"])
+def test_what_a_thread_leases_stays_beside_all_that_others_do(
+    host_size: int | None, frees: bool
+) -> None:
+    """Each entry holds its own key. Half of the leases are forgotten instead of released."""
+    cache = make_cache(400, host_size)
+
+    def work(n: int) -> None:
+        rng = random.Random(n)
+        for k in range(400):
+            mm_hashes = [rng.randrange(12), rng.randrange(12)]
+            lease = cache.lease(mm_hashes)
+            for key in [*mm_hashes, rng.randrange(12, 24)]:
+                size = rng.randrange(1, 16)
+                cache.set(key, EmbeddingResult(embedding=torch.full((size,), float(key))))
+            there = [key for key in mm_hashes if cache.has(key)]
+            for _ in range(3):
+                found = cache.get_single(rng.randrange(24))
+                assert found is None or found.embedding.ne(found.embedding[0]).sum() == 0
+            if n == 0:
+                cache.check()
+                stats = cache.stats()
+                assert stats.leased_bytes <= stats.current_size <= stats.max_size
+            if n == 1:
+                resize_if_it_may_be(cache, rng.choice([200, 400]))
+            if frees and k % 8 == n:
+                cache.free(rng.choice(mm_hashes)) if rng.random() < 0.9 else cache.clear()
+            assert frees or all(cache.get_single(key) is not None for key in there)
+            if rng.random() < 0.5:
+                lease.release()
+
+    run_together(work)
+    assert cache.stats().leased_bytes == whole(cache).stats().leased_bytes == 0
+    cache.check()
+    for tier in (cache, whole(cache)):
+        assert (tier._leased, list(tier._ended)) == ({}, [])
+        assert tier.current_size == recount(tier)
+    cache.resize(0)
+    assert cache.current_size == 0
+
+
+def resize_if_it_may_be(cache: MultiModalStaticCache, max_size: int) -> None:
+    try:
+        cache.resize(max_size)
+    except ValueError as error:
+        assert "the bytes leased" in str(error)  # noqa: PT017 - it may also not be raised
+
+
+def test_one_of_several_threads_that_release_a_lease_ends_it() -> None:
+    cache = MultiModalStaticCache(400)
+    cache.set(1, EmbeddingResult(embedding=torch.zeros(100)))
+    other = cache.lease([1])
+    rounds = [cache.lease([1]) for _ in range(200)]
+    run_together(lambda _: [lease.release() for lease in rounds] and None)
+    assert cache.stats().leased_bytes == 400
+    assert cache.set(2, EmbeddingResult(embedding=torch.zeros(1))) is False
+    other.release()
+    assert cache.set(2, EmbeddingResult(embedding=torch.zeros(1))) is True
+    assert cache._leased == {}
+
+
 class CountingLock:
     """A lock that counts how often it is taken, also by who has it, and how often not given back.
 
@@ -160,6 +223,7 @@ CALLS: list[tuple[int, Callable[[MultiModalStaticCache], object]]] = [
     (1, lambda cache: cache.set(2, EmbeddingResult(embedding=torch.zeros(1)))),
     (1, lambda cache: cache.has(1)),
     (1, lambda cache: cache.free(1)),
+    (2, lambda cache: cache.lease([1]).release()),
     (1, lambda cache: cache.clear()),
     (1, lambda cache: cache.resize(1)),
     (1, lambda cache: cache.stats()),
