@@ -72,7 +72,7 @@ class Grid(Rule):
 
     def split(self, model: Any, arguments: dict[str, Any]) -> list[list[Image]] | None:
         """Cuts the packed patches."""
-        pixels, grid = (arguments[name] for name in self.tensors)
+        pixels, grid = arguments["pixel_values"], arguments["image_grid_thw"]
         rows = grid.prod(-1).tolist()
         if sum(rows) != len(pixels):
             return None
@@ -94,7 +94,7 @@ class Sizes(Rule):
         The images of a sample of several aren't cut into patches: ``batch_num_images`` becomes 2
         for each of them, and None for the others.
         """
-        pixels, sizes = (arguments[name] for name in self.tensors)
+        pixels, sizes = arguments["pixel_values"], arguments["image_sizes"]
         if getattr(model.config, "image_grid_pinpoints", None) is None:
             if len(pixels) != len(sizes):
                 return None
