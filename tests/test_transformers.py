@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import pickle
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +44,15 @@ ALL = pytest.mark.parametrize(
 )
 SMALL, LARGE, WIDE = photograph(0, 20, 20), photograph(1, 60, 60), photograph(2, 48, 24)
 ROUNDING = {"rtol": 0, "atol": 2e-5}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny products take longer on several threads, where other programs run too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -250,10 +250,12 @@ class CachedImageFeatures:
             value = getattr(config, name, None) if value is None else value
             if value is not None:
                 arguments[name] = value
-        known = all(isinstance(value, _PLAIN) for value in arguments.values()) and all(
-            isinstance(arguments.get(name), torch.Tensor) for name in self._rule.tensors
-        )
-        return arguments if known and not self._needs_graph(arguments) else None
+        if not all(isinstance(value, _PLAIN) for value in arguments.values()):
+            return None
+        tensors = [arguments.get(name) for name in self._rule.tensors]
+        if not all(isinstance(each, torch.Tensor) and each.numel() for each in tensors):
+            return None
+        return None if self._needs_graph(arguments) else arguments
 
     def _needs_graph(self, arguments: dict[str, Any]) -> bool:
         tensors = (value for value in arguments.values() if isinstance(value, torch.Tensor))
