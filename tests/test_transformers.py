@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 import inspect
 import pickle
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support import run_python
 
 from multimodal_cache import MultiModalStaticCache
 
@@ -496,6 +499,10 @@ def test_with_gradients_the_original_is_called(cache: MultiModalStaticCache) -> 
         ("LlavaNextModel", lambda pixels: {"pixel_values": pixels["pixel_values"][:, 0]}),
         ("LlavaNextModel", lambda pixels: {"image_sizes": pixels["image_sizes"].tolist()}),
         ("LlavaOnevisionModel", lambda pixels: {"batch_num_images": torch.tensor([3])}),
+        ("LlavaOnevisionModel", lambda pixels: {"vision_aspect_ratio": torch.ones(1)}),
+        ("LlavaModel", lambda pixels: {"image_sizes": torch.tensor([[16, 16]])}),
+        ("LlavaModel", lambda pixels: {"vision_feature_layer": torch.tensor([-2])}),
+        ("LlavaModel", lambda pixels: {"vision_feature_layer": object()}),
         ("SmolVLMModel", lambda pixels: {"pixel_values": pixels["pixel_values"][0]}),
         (
             "SmolVLMModel",
@@ -563,6 +570,31 @@ def test_a_model_that_is_not_known_is_cached_by_a_rule(cache: MultiModalStaticCa
             found = image_features(model, pixels).pooler_output
             torch.testing.assert_close(found, expected, **ROUNDING)
     assert (handle.stats().encoded, handle.stats().hits) == (2, 2)
+
+
+@torch.no_grad()
+def test_tiles_with_a_tensor_that_is_not_known_go_to_the_original(
+    cache: MultiModalStaticCache,
+) -> None:
+    base = LLAVA.model().base_model
+    base.get_image_features = calls_of(base, lambda **kwargs: kwargs)
+    given = {
+        "pixel_values": torch.ones(1, 2, 3, 16, 16),
+        "image_sizes": torch.tensor([[16, 16]]),
+    }
+    with wrapped(base, cache, rule="tiles"):
+        assert image_features(base, given) == given
+    assert len(cache) == 0
+
+
+@torch.no_grad()
+def test_tiles_of_unequal_length_are_an_error(cache: MultiModalStaticCache) -> None:
+    base = LLAVA.model().base_model
+    answer = SimpleNamespace(pooler_output=[torch.zeros(3, 8)])
+    base.get_image_features = calls_of(base, lambda **kwargs: answer)
+    tiles = torch.rand(1, 2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    with wrapped(base, cache, rule="tiles"), pytest.raises(ValueError, match="the rule doesn't"):
+        base.get_image_features(tiles)
 
 
 @pytest.mark.parametrize(
@@ -729,3 +761,20 @@ def test_generate_asks_for_nothing_that_goes_to_the_original(
         options = {"output_hidden_states": True, "return_dict_in_generate": True}
         model.generate(**inputs, max_new_tokens=1, **options)
     assert handle.stats().encoded == 1
+
+
+# The module
+
+
+def test_without_transformers_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.modeling_outputs", None)
+    spec = importlib.util.find_spec(integration.__name__)
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(ImportError, match=r"pip install 'multimodal-cache\[transformers\]'"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_the_package_does_not_import_it() -> None:
+    code = "import sys, multimodal_cache; print('transformers' in sys.modules)"
+    assert run_python(code) == "False\n"

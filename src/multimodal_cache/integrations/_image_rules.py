@@ -119,8 +119,9 @@ class Sizes(Rule):
         else:
             return None
         groups = _images(arguments, pixel_values=patches, image_sizes=sizes.split(1))
-        for (image,), sample in zip(groups or (), samples, strict=True):
-            image["batch_num_images"] = sample
+        if groups is not None:
+            for (image,), sample in zip(groups, samples, strict=True):
+                image["batch_num_images"] = sample
         return groups
 
     def join(self, images: Sequence[Image]) -> dict[str, Any]:
