@@ -192,10 +192,11 @@ class CachedImageFeatures:
         if groups is None or not images:
             return self._original(*args, **kwargs)
         entries = [unpacked(entry) for entry in self._encoder(images)]
-        counts = [len(group) for group in groups]
+        stacked, _ = entries[0]
+        # Tiles that are stacked, as in transformers 5.18, are an output each.
+        counts = [1] * len(images) if stacked else [len(group) for group in groups]
         columns = zip(*(parts for _, parts in entries), strict=True)
         embeddings, *layers = [grouped(column, counts) for column in columns]
-        stacked, _ = entries[0]
         return _output(torch.stack(embeddings) if stacked else embeddings, layers)
 
     def put(self) -> None:
