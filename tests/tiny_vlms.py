@@ -282,3 +282,33 @@ PIXTRAL_FAMILY = Family(
     ),
     ("pixtral.image_processing_pil_pixtral", {"size": {"longest_edge": 32}, "patch_size": 4}),
 )
+
+
+def llava_with_processor() -> tuple[Any, Any]:
+    """Returns LLaVA with a whole processor, of images and of text, whose words mean nothing."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"<{number}>": number for number in range(64) if number != IMAGE} | {"<image>": IMAGE}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<2>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    pixels = BY_NAME["LlavaModel"].processor[1]
+    template = (
+        "{% for message in messages %}{{ message.role }}"
+        "{% for part in message.content %}"
+        "{{ ' <image> ' if part.type == 'image' else part.text }}"
+        "{% endfor %} {% endfor %}"
+    )
+    processor = transformers.LlavaProcessor(
+        image_processor=transformers.CLIPImageProcessorPil(**pixels),
+        tokenizer=transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            pad_token="<0>",
+            unk_token="<2>",
+            additional_special_tokens=["<image>"],
+        ),
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        chat_template=template,
+        num_additional_image_tokens=1,
+    )
+    return BY_NAME["LlavaModel"].model(), processor
