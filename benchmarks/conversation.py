@@ -190,6 +190,7 @@ def rows(talks: dict[bool, list[Talk]]) -> Iterator[tuple[str, ...]]:
 
 def report(options: argparse.Namespace) -> Iterator[str]:
     """Measures, and yields the paragraphs of the report."""
+    torch.set_num_threads(options.threads)
     size = SIZES[options.model]
     chat = Conversation(size, options.turns, options.seed)
     yield conditions(options.seed, ["torch", "transformers", "multimodal-cache"])
@@ -215,6 +216,7 @@ def main() -> None:
     parser = Parser(__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=SIZES, default="small", help="the model")
     parser.add_number("--turns", 8, 1, "questions in a conversation")
+    parser.add_number("--threads", torch.get_num_threads(), 1, "threads of torch")
     parser.add_number("--rounds", 5, 2, "conversations of each kind")
     run(parser, report)
 
