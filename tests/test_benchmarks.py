@@ -159,6 +159,17 @@ def test_stores_prints_its_tables_and_writes_them_too(tmp_path: Path) -> None:
     assert output.read_text(encoding="utf-8") == shown.stdout
 
 
+def test_conversation_encodes_a_photograph_once(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", "5.18", reason="of the extra bench")
+    output = tmp_path / "conversation.md"
+    tiny = ["--model=tiny", "--turns=3", "--rounds=2", "--threads=1", f"--output={output}"]
+    shown = run("conversation.py", *tiny)
+    assert shown.returncode == 0, shown.stderr
+    for row in ("1 | 10 / 10", "2 | 10 / 0", "3 | 10 / 0", "all | 30 / 10"):
+        assert f"| {row} |" in shown.stdout
+    assert output.read_text(encoding="utf-8") == shown.stdout
+
+
 @pytest.mark.parametrize(
     ("script", "bad"),
     [

@@ -31,11 +31,16 @@ def file_of(pixels: Any, form: str = "PNG") -> bytes:
 
 @pytest.fixture
 def server() -> dict[str, Any]:
-    """What the block of Python defines, run as it is written."""
+    """What the first block of Python defines."""
     for module in ("fastapi", "httpx", "python_multipart"):
         pytest.importorskip(module, reason=f"{module} is not installed")
-    (code,) = re.findall(r"^```python\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
-    namespace: dict[str, Any] = {"__name__": "server"}
+    return run_block(0, "server")
+
+
+def run_block(number: int, name: str) -> dict[str, Any]:
+    """Runs a block of Python as it is written, and returns what it defines."""
+    code = re.findall(r"^```python\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)[number]
+    namespace: dict[str, Any] = {"__name__": name}
     exec(compile(code, str(README), "exec"), namespace)
     return namespace
 
@@ -157,6 +162,32 @@ def test_the_encoder_is_closed_when_the_server_ends(server: dict[str, Any]) -> N
         server["app"].state.encoder([file_of(DOG)])
 
 
+def test_a_chat_of_transformers_encodes_its_image_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers", "5.18", reason="of the extra transformers")
+    import tiny_vlms
+
+    model, processor = tiny_vlms.llava_with_processor()
+    Image.fromarray(CAT).save(tmp_path / "cat.jpg")
+    monkeypatch.chdir(tmp_path)
+    for auto, made in (
+        (transformers.AutoModelForImageTextToText, model),
+        (transformers.AutoProcessor, processor),
+    ):
+        monkeypatch.setattr(auto, "from_pretrained", lambda *_, made=made, **__: made)
+    defined = run_block(1, "chat")
+    assert [message["role"] for message in defined["chat"]] == ["user", *["user", "assistant"] * 2]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.search(r"\bhits=1\b", line)
+    assert re.search(r"\bencoded=1\b", line)
+    with defined["features"]:
+        assert model.base_model.get_image_features is defined["features"]
+    assert model.generate(**defined["inputs"], max_new_tokens=32)[0].tolist()[-32:] == (
+        defined["tokens"].tolist()
+    )
+
+
 def test_the_line_in_the_log_is_as_it_is_shown(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     SchedulerCache(100 * 2**20)
@@ -164,7 +195,7 @@ def test_the_line_in_the_log_is_as_it_is_shown(caplog: pytest.LogCaptureFixture)
 
 
 def test_it_is_short() -> None:
-    assert len(TEXT.splitlines()) < 300
+    assert len(TEXT.splitlines()) < 400
 
 
 def test_its_metrics_are_those_that_there_are() -> None:
