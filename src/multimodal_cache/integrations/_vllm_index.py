@@ -81,8 +81,12 @@ class Index:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def slots(self) -> dict[str, int]:
+        """Returns the slot of each item, also of those whose report is still to come."""
+        return {identifier: entry.slot for identifier, entry in self._entries.items()}
+
     def promise(self, identifier: str, rows: int) -> bool:
-        """Says whether ``allocate`` would load the item, and keeps it until the step's plan is made.
+        """Says whether ``allocate`` would load the item, which then stays until the step ends.
 
         Args:
             identifier: What is in the item, by name.

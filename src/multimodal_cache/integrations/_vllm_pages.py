@@ -61,7 +61,8 @@ class Pages:
         except RuntimeError as error:
             logger.warning("no host memory to keep an item of %d bytes: %s", data.nbytes, error)
             return None
-        for page, piece in zip(pages, data.split(PAGE), strict=False):  # of nothing, one piece
+        for i, page in enumerate(pages):
+            piece = data[i * PAGE : (i + 1) * PAGE]
             page[: len(piece)].copy_(piece, non_blocking=True)
         self._items[slot] = _Item(pages, data.nbytes, tensor.dtype, tensor.shape, tensor.device)
         return data.nbytes
@@ -74,7 +75,8 @@ class Pages:
         """
         item = self._items[slot]
         data = torch.empty(item.nbytes, dtype=torch.uint8, device=item.device)
-        for page, piece in zip(item.pages, data.split(PAGE), strict=False):
+        for i, page in enumerate(item.pages):
+            piece = data[i * PAGE : (i + 1) * PAGE]
             piece.copy_(page[: len(piece)], non_blocking=True)
         return data.view(item.dtype).view(item.shape)
 

@@ -1,4 +1,4 @@
-"""A connector that gives vLLM's encoder cache host memory to fall back on. Needs vLLM 0.30 or newer.
+"""A connector that puts host memory behind vLLM's encoder cache. Needs vLLM 0.30 or newer.
 
 vLLM encodes an image again once its small cache on the GPU has dropped it. With this connector
 the workers keep copies in host memory and bring them back. The scheduler's side owns the index
@@ -106,7 +106,7 @@ class MultimodalCacheConnector(ECConnectorBase):  # type: ignore[misc]
 
     def has_cache_item(self, identifier: str) -> bool:
         """Says whether the workers will have the item without encoding it."""
-        return self._index.promise(identifier, self._rows[identifier])
+        return self._index.promise(identifier, self._rows.get(identifier, -1))
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
         """Takes note of an item that is loaded or encoded in this step."""
