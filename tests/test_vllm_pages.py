@@ -9,13 +9,6 @@ from multimodal_cache.integrations import _vllm_pages
 from multimodal_cache.integrations._vllm_index import PAGE
 from multimodal_cache.integrations._vllm_pages import Pages
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-    ),
-]
-
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
@@ -33,7 +26,6 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
     "rows", [0, 1, 1023, PAGE // 256, PAGE // 256 + 1], ids=lambda rows: f"{rows} rows"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -51,7 +51,10 @@ with warnings.catch_warnings():
         from vllm.v1.worker.cpu.ec_connector import ActiveECConnector
         from vllm.v1.worker.cpu.encoder_cache import EncoderCache
         from vllm.v1.worker.cpu.encoder_runner import EncoderRunner
-    except ImportError:  # vLLM 0.30 has them for the GPU only; they run on the CPU
+    except ImportError:  # vLLM 0.30 has them for the GPU only; without pinned memory they run
+        from vllm.utils import torch_utils
+
+        torch_utils.PIN_MEMORY = torch.cuda.is_available()
         from vllm.v1.worker.gpu.ec_connector import ActiveECConnector
         from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
         from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
@@ -249,6 +252,8 @@ class Engine:
         self.finished: dict[str, str] = {}
         self.unheard: deque[tuple[Any, Any]] = deque()
         self.depth = int(asynchronous)
+        self.aggregator: Any = ECOutputAggregator()
+        self.seen: Counter[str] = Counter()
 
     @property
     def encoded(self) -> list[int]:
@@ -298,9 +303,8 @@ class Engine:
         for worker in self.workers:
             step.ec_connector_metadata = pickle.loads(sent)  # as if it were in another process
             outputs.append(worker.execute(step, self.requests))
-        if len(outputs) > 1:
-            outputs = [ECOutputAggregator().aggregate(outputs)]
-        self.unheard.append((step, outputs[0]))
+        output = self.aggregator.aggregate(outputs) if len(outputs) > 1 else outputs[0]
+        self.unheard.append((step, output))
         while len(self.unheard) > self.depth:
             self.hear()
         return pickle.loads(sent)
@@ -313,14 +317,15 @@ class Engine:
                     self.finished[output.request_id] = str(output.finish_reason)
 
     def run(self, steps: int = 1000) -> None:
-        """Takes steps until no request is left, and one more for what is left to tell."""
+        """Takes steps until no request is left, and two for what is left to tell."""
         while self.scheduler.has_unfinished_requests():
             self.step()
             steps -= 1
             assert steps, "no end"
-        self.step()
-        while self.unheard:
-            self.hear()
+        for _ in range(2):  # the second one evicts what the first one's report dropped
+            self.step()
+            while self.unheard:
+                self.hear()
 
     def abort(self, names: Iterable[str]) -> None:
         self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
@@ -332,6 +337,3 @@ class Engine:
         self.scheduler.reset_encoder_cache()
         for worker in self.workers:
             worker.cache.reset_encoder_cache()
-
-
-__all__ = ["ROW_BYTES", "Engine", "configuration"]
