@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections import deque
 
 import hypothesis.strategies as st
@@ -178,6 +180,15 @@ def test_check_finds_what_is_wrong() -> None:
 def test_a_plan_can_not_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         make().plan().step = 1  # type: ignore[misc]
+
+
+def test_without_vllm_the_connector_is_one_clear_error() -> None:
+    code = "import sys; sys.modules['vllm'] = None; import multimodal_cache.integrations.vllm"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    *_, last = done.stderr.splitlines()
+    assert last.startswith(
+        "ImportError: multimodal_cache.integrations.vllm needs vLLM 0.30 or newer"
+    )
 
 
 Kept = tuple[str, int, int]  # identifier, rows, weights

@@ -328,7 +328,10 @@ class Engine:
                 self.hear()
 
     def abort(self, names: Iterable[str]) -> None:
-        self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+        for name in names:
+            if name not in self.finished:
+                self.finished[name] = "abort"
+                self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def update_weights(self, weights: int) -> None:
         """Loads other weights and resets the encoder caches, as vLLM's engine does."""
