@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -314,6 +316,14 @@ def test_every_tensor_is_the_right_one(
 
 
 # The configuration.
+
+
+def test_another_vllm_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = "vllm.distributed.ec_transfer.ec_connector.base"
+    monkeypatch.setitem(sys.modules, base, None)  # type: ignore[arg-type]
+    monkeypatch.delitem(sys.modules, vllm_engine.MODULE)
+    with pytest.raises(ImportError, match="needs vLLM 0.30 or newer: import of vllm.distributed"):
+        importlib.import_module(vllm_engine.MODULE)
 
 
 def test_the_log_says_how_large_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -121,10 +121,9 @@ class MultimodalCacheConnector(ECConnectorBase):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Takes note of what the workers did in a step."""
-        report: StepReport | None = connector_output.ec_connector_worker_meta
-        if report is not None:
-            complete = report.ranks >= self._ranks
-            self._index.settle(report.step, report.sizes if complete else {})
+        report: StepReport = connector_output.ec_connector_worker_meta
+        complete = report.ranks >= self._ranks
+        self._index.settle(report.step, report.sizes if complete else {})
 
     def reset(self) -> None:
         """Forgets all that the workers keep, since the weights have changed."""
