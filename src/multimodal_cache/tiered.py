@@ -12,6 +12,7 @@ from typing import Any, SupportsIndex
 import torch
 
 from multimodal_cache._ownership import Replacements, copy_out, plan_ownership
+from multimodal_cache._streams import Mark, module_of
 from multimodal_cache.base import EmbeddingResult, as_size
 from multimodal_cache.static_cache import (
     MultiModalStaticCache,
@@ -197,7 +198,11 @@ class TieredCache(MultiModalStaticCache):
         return broken
 
     def _admit(
-        self, entry: _Entry, replacements: Replacements, generation: int | None, evicted: _Evicted
+        self,
+        entry: _Entry,
+        replacements: Replacements | None,
+        generation: int | None,
+        evicted: _Evicted,
     ) -> bool:
         result, key, _, items, _ = entry
         origin = _Origin()
@@ -258,7 +263,7 @@ class TieredCache(MultiModalStaticCache):
     # it may not be put on the device after: `_generation` counts what has left. It is read before
     # the host is, since the garbage collector can run finalizers in between.
 
-    def _stay(self, entry: _Entry, replacements: Replacements, left: int) -> str:
+    def _stay(self, entry: _Entry, replacements: Replacements | None, left: int) -> str:
         """Puts on the device what the host has, if it fits; else says why not, at most once."""
         use = functools.partial(self.host.mm_cache.move_to_end, entry[1])
         stored = super()._admit((*entry[:4], use), replacements, left, None)
@@ -361,10 +366,7 @@ class _Origin:
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         copy = copy_out(tensor) if tensor.is_cpu else copy_out(tensor, _clone_to_host)
-        written = None
-        if tensor.is_cuda:
-            written = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            written.record(torch.cuda.current_stream(tensor.device))
+        written = Mark(module_of(tensor), tensor.device) if tensor.is_cuda else None
         self.replacements[id(copy)] = functools.partial(_copy_back, copy, tensor.device, written)
         return copy
 
@@ -377,14 +379,12 @@ def _clone_to_host(source: torch.Tensor) -> torch.Tensor:
     return copy.copy_(source, non_blocking=pinned)
 
 
-def _copy_back(
-    copy: torch.Tensor, device: torch.device, written: torch.cuda.Event | None
-) -> torch.Tensor:
+def _copy_back(copy: torch.Tensor, device: torch.device, written: Mark | None) -> torch.Tensor:
     """Copies a tensor from host memory to where it came from, after it was written there."""
     if copy.device == device:
         return copy_out(copy)
     if written is not None:
-        written.wait(torch.cuda.current_stream(device))
+        written.wait()
 
     def clone(source: torch.Tensor) -> torch.Tensor:
         twin = torch.empty_like(source, device=device, pin_memory=False)
