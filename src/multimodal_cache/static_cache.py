@@ -611,7 +611,7 @@ class MultiModalStaticCache(MultimodalCache):
     # nothing calls back while the tables disagree. But a signal handler may raise there (Ctrl-C,
     # on Python 3.10): `_changing` says so to whoever comes next under the lock.
 
-    def _remove(self, key: int) -> _Entry | None:
+    def _remove(self, key: int) -> tuple[Any, ...] | None:
         """Takes an entry out of the books and returns it, or more, for the caller to drop."""
         if self._changing is not None:
             self._mend()
@@ -735,7 +735,7 @@ class MultiModalStaticCache(MultimodalCache):
         entry = self._remove(key)
         if entry is None:
             return  # a finalizer was faster
-        result, _, nbytes, items, use = entry
+        result, _, nbytes, items, use = entry[:5]
         self._evictions += 1
         self._evicted_bytes += nbytes
         if evicted is not None:

@@ -310,7 +310,7 @@ class _HostMemory(MultiModalStaticCache):
         self._lock = device._lock
         self._device = weakref.ref(device)  # no cycle: a dropped cache frees its memory at once
 
-    def _remove(self, key: int) -> _Entry | None:
+    def _remove(self, key: int) -> tuple[Any, ...] | None:
         if self._changing is not None:
             self._mend()
         if key not in self._entries:
@@ -326,14 +326,14 @@ class _HostMemory(MultiModalStaticCache):
             self._current_size -= entry[2]
             self._room += entry[2] * (key in self._leased)
             self._changing = None
-        return (*entry[:4], (entry[4], on_device))
+        return (*entry, on_device)
 
     def _undo(self) -> None:
         on_device = self._leave_device(self._changing)
         super()._undo()
         del on_device
 
-    def _leave_device(self, key: Any) -> _Entry | None:
+    def _leave_device(self, key: Any) -> tuple[Any, ...] | None:
         device = self._device()
         if device is None:
             return None
