@@ -152,10 +152,10 @@ class Accelerator:
 
     def run(self, *first: int) -> None:
         """Runs all streams, some of them first and as far as they get on their own."""
+        self.take_back()
         for number in first:
             while self.stream(number).step():
                 pass
-        self.take_back()
         for stream in list(self._streams.values()):
             stream.run()
 
