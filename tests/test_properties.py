@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
@@ -22,6 +24,7 @@ from hypothesis.stateful import (
 from support import WRAP, filled, kept_bytes, keys, recount, result
 
 from multimodal_cache import CombinedHash, EmbeddingResult, MultiModalStaticCache
+from multimodal_cache.leases import Lease
 
 combine = MultiModalStaticCache.combine_hashes
 
@@ -51,7 +54,7 @@ KINDS: dict[str, tuple[Callable[[int], EmbeddingResult], bool]] = {
     "float8": (lambda n: plain(torch.zeros(n, dtype=torch.int8).view(torch.float8_e5m2)), True),
     "slice": (lambda n: plain(torch.zeros(n + 9, dtype=torch.int8)[3 : n + 3]), False),
     "strided": (lambda n: plain(torch.zeros(2 * n + 2, dtype=torch.int8)[: 2 * n : 2]), False),
-    "expanded": (lambda n: plain(torch.zeros(2, dtype=torch.int8)[:1].expand(n)), False),
+    "expanded": (lambda n: plain(torch.zeros(n + 1, dtype=torch.int8)[:1].expand(n)), False),
     "numpy": (lambda n: plain(torch.from_numpy(np.zeros(n, np.int8))), False),
     "layered": (layered, False),
 }
@@ -73,6 +76,7 @@ class Model:
     def __init__(self, max_size: int) -> None:
         self.max_size = max_size
         self.entries: OrderedDict[int, Entry] = OrderedDict()
+        self.leases: list[list[int]] = []
         self.generation = 0
         self.evicted: list[int] = []
         self.counts = dict.fromkeys(
@@ -83,6 +87,13 @@ class Model:
     @property
     def size(self) -> int:
         return sum(entry.nbytes for entry in self.entries.values())
+
+    @property
+    def leased_bytes(self) -> int:
+        return sum(entry.nbytes for key, entry in self.entries.items() if self.is_leased(key))
+
+    def is_leased(self, key: int) -> bool:
+        return any(key in mm_hashes for mm_hashes in self.leases)
 
     def find(self, key: int) -> tuple[Entry | None, bool]:
         entry = self.entries.get(key)
@@ -105,7 +116,8 @@ class Model:
         if present:
             self.entries.move_to_end(key)
             return True
-        if entry.nbytes > self.max_size:
+        beside = self.max_size - self.leased_bytes
+        if entry.nbytes > beside or (collides and self.is_leased(key)):
             self.counts["rejections"] += 1
             return False
         if collides:
@@ -117,10 +129,19 @@ class Model:
 
     def make_room(self, nbytes: int) -> None:
         while self.size > self.max_size - nbytes:
-            key, entry = self.entries.popitem(last=False)
+            key, entry = next(iter(self.entries.items()))
+            if self.is_leased(key):
+                self.entries.move_to_end(key)
+                continue
+            del self.entries[key]
             self.evicted.append(key)
             self.counts["evictions"] += 1
             self.counts["evicted_bytes"] += entry.nbytes
+
+    def release(self, number: int) -> None:
+        for key in self.leases.pop(number):
+            if key in self.entries and not self.is_leased(key):
+                self.entries.move_to_end(key)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -134,6 +155,7 @@ class CacheMachine(RuleBasedStateMachine):
             max_size, copy=copy, on_evict=lambda key, _: self.evicted.append(key)
         )
         self.model = Model(max_size)
+        self.leases: list[Lease] = []
         self.changed: list[EmbeddingResult] = []
 
     @rule(target=some_keys, key=st.sampled_from(KEYS))
@@ -204,8 +226,50 @@ class CacheMachine(RuleBasedStateMachine):
         self.model.entries[key] = entry._replace(value=stored, same=True)
         self.changed.append(stored)
 
+    @rule(mm_hashes=st.lists(some_keys | st.none(), max_size=3))
+    def lease(self, mm_hashes: list[int | None]) -> None:
+        self.leases.append(self.cache.lease(mm_hashes))
+        self.model.leases.append([key for key in mm_hashes if key is not None])
+        assert self.leases[-1].mm_hashes == tuple(self.model.leases[-1])
+
+    @rule(
+        sizes=st.lists(st.integers(1, 9), min_size=2, max_size=len(KEYS)),
+        leased=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+        more=st.lists(st.tuples(some_keys, st.integers(0, 30)), min_size=1, max_size=4),
+        stays=st.booleans(),
+    )
+    def set_beside_a_lease(
+        self, sizes: list[int], leased: list[int], more: list[tuple[int, int]], stays: bool
+    ) -> None:
+        for key, size in zip(KEYS, sizes, strict=False):
+            self.set(key, "own", size, stale=None)
+        self.lease([key for n, key in enumerate(self.model.entries) if n in leased])
+        for key, size in more:
+            self.set(key, "own", size, stale=None)
+        self.books_agree()
+        if not stays:
+            self.end_a_lease(-1, forgotten=False)
+
+    @precondition(lambda self: self.leases)
+    @rule(number=st.integers(0, 99), forgotten=st.booleans())
+    def end_a_lease(self, number: int, forgotten: bool) -> None:
+        number %= len(self.leases)
+        if forgotten:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)
+                del self.leases[number]
+        else:
+            lease = self.leases.pop(number)
+            lease.release()
+            lease.release()
+        self.model.release(number)
+
     @rule(max_size=st.integers(0, 60))
     def resize(self, max_size: int) -> None:
+        if max_size < self.model.leased_bytes:
+            with pytest.raises(ValueError, match="the bytes leased"):
+                self.cache.resize(max_size)
+            return
         self.cache.resize(max_size)
         self.model.max_size = max_size
         self.model.make_room(0)
@@ -231,12 +295,17 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.evicted == self.model.evicted
         stats = self.cache.stats()
         assert {name: getattr(stats, name) for name in self.model.counts} == self.model.counts
+        assert stats.leased_bytes == self.model.leased_bytes
 
     @invariant()
     def what_is_kept_is_what_is_charged(self) -> None:
         for key, value in self.cache.mm_cache.items():
             if not any(value is changed for changed in self.changed):
                 assert kept_bytes(value) == self.model.entries[key].nbytes
+
+    def teardown(self) -> None:
+        for lease in getattr(self, "leases", []):
+            lease.release()
 
 
 TestCacheMachine = CacheMachine.TestCase

@@ -1239,3 +1239,183 @@ def test_what_was_encoded_before_a_clear_is_in_neither_tier() -> None:
     assert (keys(cache), keys(cache.host)) == ([], [])
     assert numbers(encoder([2])) == [2]
     assert keys(cache.host) == [2]
+
+
+# Other devices: first as told by tensors that say they are elsewhere, then on CUDA itself
+
+
+class Far(torch.Tensor):
+    """Says that it is on a CUDA device, though its memory is the CPU's."""
+
+    is_cpu, is_cuda, device = False, True, torch.device("cuda", 0)
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+class Elsewhere(Far):
+    """Says that it is on a device of another kind."""
+
+    is_cuda, device = False, torch.device("mps")
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Lets such tensors be copied, and returns a list of what the device is told."""
+    told: list[tuple[Any, ...]] = []
+    empty_like, copy_ = torch.empty_like, torch.Tensor.copy_
+
+    def empty(source: torch.Tensor, *, device: Any, pin_memory: bool, **options: Any) -> Any:
+        kind = torch.device(device).type
+        told.append(("allocate", kind, pin_memory))
+        made = empty_like(source.as_subclass(torch.Tensor), **options)
+        return made.as_subclass({"cpu": torch.Tensor, "cuda": Far, "mps": Elsewhere}[kind])
+
+    def copy_into(made: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
+        told.append(("copy", non_blocking))
+        return copy_(made, source)
+
+    class Event:
+        def record(self, stream: object) -> None:
+            told.append(("record", stream))
+
+        def wait(self, stream: object) -> None:
+            told.append(("wait", stream))
+
+    monkeypatch.setattr(torch, "empty_like", empty)
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_into)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    return told
+
+
+def test_copies_of_cuda_tensors_are_pinned_and_wait_for_nobody_but_each_other(
+    told: list[tuple[Any, ...]],
+) -> None:
+    cache = TieredCache(20, 100)
+    value = EmbeddingResult(embedding=torch.arange(5.0).as_subclass(Far))
+    assert cache.set(1, value)
+    assert cache.get_single(1) is value
+    assert told == [
+        ("allocate", "cpu", True), ("copy", True), ("record", "the stream of cuda:0"),
+    ]  # fmt: skip
+    push_out(cache, 1)
+    told.clear()
+    found = cache.get_single(1)
+    assert found is not None
+    assert told == [
+        ("wait", "the stream of cuda:0"), ("allocate", "cuda", False), ("copy", True),
+    ]  # fmt: skip
+    assert type(found.embedding) is Far
+    assert found.embedding.tolist() == [0, 1, 2, 3, 4]
+    assert cache.get_single(1) is found
+    assert len(told) == 3
+    cache.check()
+
+
+def test_a_slice_of_a_cuda_tensor_is_copied_to_the_host_without_its_batch(
+    told: list[tuple[Any, ...]],
+) -> None:
+    cache = TieredCache(0, 100)
+    batch = torch.arange(100.0).reshape(5, 20).T.as_subclass(Far)
+    assert cache.set(1, EmbeddingResult(embedding=batch[3:5].as_subclass(Far)))
+    held = cache.host.mm_cache[1].embedding
+    assert held.is_contiguous()
+    assert kept_bytes(cache.host.mm_cache[1]) == 40
+    assert held.tolist() == batch[3:5].tolist()
+
+
+def test_copies_of_other_devices_are_plain(told: list[tuple[Any, ...]]) -> None:
+    cache = TieredCache(20, 20)
+    assert cache.set(1, EmbeddingResult(embedding=torch.arange(5.0).as_subclass(Elsewhere)))
+    assert told == [("allocate", "cpu", False), ("copy", False)]
+    assert cache.host.current_size == 20
+    push_out(cache, 1)
+    told.clear()
+    found = cache.get_single(1)
+    assert found is not None
+    assert told == [("allocate", "mps", False), ("copy", False)]
+    assert type(found.embedding) is Elsewhere
+    assert found.embedding.tolist() == [0, 1, 2, 3, 4]
+    cache.check()
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize(
+    ("size", "charged"), [(0, 0), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128), (2**20 + 1, 2**21)]
+)
+def test_pinned_memory_is_charged_as_torch_rounds_it(size: int, charged: int) -> None:
+    cache = TieredCache(size, 2**22)
+    tensor = torch.ones(size, dtype=torch.int8).as_subclass(Far)
+    assert cache.set(1, EmbeddingResult(embedding=tensor))
+    assert (cache.current_size, cache.host.current_size) == (size, charged)
+    push_out(cache, 1)
+    assert cache.get_single(1) is not None
+    assert (cache.current_size, cache.host.current_size) == (size, charged)
+
+
+@pytest.mark.usefixtures("told")
+def test_what_the_host_would_round_beyond_its_size_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache = TieredCache(65, 127)
+    tensor = torch.ones(65, dtype=torch.int8).as_subclass(Far)
+    assert cache.set(1, EmbeddingResult(embedding=tensor)) is False
+    (message,) = messages(caplog)
+    assert "an embedding of 128 bytes was not cached, since it is larger than host_size" in message
+
+
+@needs_cuda
+def test_on_cuda_the_host_copy_is_pinned_and_charged_as_rounded() -> None:
+    cache = TieredCache(80, 1000)
+    for key in range(3):
+        value = torch.full((10,), float(key), device="cuda")
+        assert cache.set(key, EmbeddingResult(embedding=value))
+        assert key == 0 or number_of(cache.get_single(key - 1)) == key - 1
+    assert len(cache.mm_cache) == 2
+    for held in cache.host.mm_cache.values():
+        assert held.embedding.is_cpu
+        assert held.embedding.is_pinned()
+    assert cache.host.current_size == 3 * 64
+    for key in range(3):
+        found = cache.get_single(key)
+        assert number_of(found) == key
+        assert found is not None
+        assert found.embedding.is_cuda
+    torch.cuda.synchronize()
+    assert [number_of(held) for held in cache.host.mm_cache.values()] == [0, 1, 2]
+    cache.check()
+
+
+@needs_cuda
+def test_on_cuda_what_goes_back_waits_for_what_was_written_on_another_stream() -> None:
+    cache = TieredCache(2**20, 2**23)
+    writer, reader = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(writer):
+        value = torch.zeros(2**18, device="cuda")
+        torch.cuda._sleep(100_000_000)  # the writer is late, but the reader is not held up here
+        value.fill_(7)
+        assert cache.set(1, EmbeddingResult(embedding=value))
+        cache.set(2, EmbeddingResult(embedding=torch.zeros(2**18, device="cuda")))
+    assert keys(cache) == [2]
+    with torch.cuda.stream(reader):
+        found = cache.get_single(1)
+        assert number_of(found) == 7
+    assert cache.stats().host_hits == 1
+    torch.cuda.synchronize()
+
+
+@needs_cuda
+def test_on_cuda_nothing_is_synchronised() -> None:
+    cache = TieredCache(2**20, 2**23)
+    values = [torch.full((2**18,), float(n), device="cuda") for n in range(3)]
+    batch = torch.zeros(4, 1000, device="cuda")
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for key, value in enumerate(values):
+            assert cache.set(key, EmbeddingResult(embedding=value))
+        assert cache.set(9, EmbeddingResult(embedding=batch[1]))
+        found = [cache.get_single(key) for key in range(3)]
+        cache.clear()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert [number_of(each) for each in found] == [0, 1, 2]

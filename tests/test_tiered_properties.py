@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import pytest
@@ -20,6 +21,7 @@ from support import kept_bytes, keys, recount, tensors_of
 from test_properties import KEYS, KINDS, LISTS, Entry, Model
 
 from multimodal_cache import CombinedHash, EmbeddingResult, MultiModalStaticCache
+from multimodal_cache.leases import Lease
 from multimodal_cache.tiered import TieredCache
 
 combine = MultiModalStaticCache.combine_hashes
@@ -91,6 +93,14 @@ class TwoTiers:
         self.device.entries.clear()
         self.whole.generation += 1
 
+    def lease(self, mm_hashes: list[int]) -> None:
+        self.device.leases.append(mm_hashes)
+        self.whole.leases.append(mm_hashes)
+
+    def release(self, number: int) -> None:
+        self.device.release(number)
+        self.whole.release(number)
+
     def whole_key(self, key: int) -> int:
         """The key as the whole knows it: with the items, if it has any."""
         items = self.whole.entries[key].items
@@ -116,6 +126,7 @@ class TieredMachine(RuleBasedStateMachine):
             on_evict=lambda key, value: self.evicted.append((key, bytes_of(value))),
         )
         self.model = TwoTiers(max_size, max_size + behind)
+        self.leases: list[Lease] = []
         self.values: dict[int, list[list[int]]] = {}
         self.left: list[tuple[int, list[list[int]]]] = []
         self.number = 0
@@ -196,10 +207,49 @@ class TieredMachine(RuleBasedStateMachine):
         self.model.device.entries[key] = entry._replace(value=stored, same=True)
         self.changed.append(stored)
 
+    @rule(mm_hashes=st.lists(some_keys | st.none(), max_size=3))
+    def lease(self, mm_hashes: list[int | None]) -> None:
+        self.leases.append(self.cache.lease(mm_hashes))
+        self.model.lease([key for key in mm_hashes if key is not None])
+
+    @rule(
+        sizes=st.lists(st.integers(1, 9), min_size=2, max_size=len(KEYS)),
+        leased=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+        more=st.lists(st.tuples(some_keys, st.integers(0, 30)), min_size=1, max_size=4),
+        stays=st.booleans(),
+    )
+    def set_beside_a_lease(
+        self, sizes: list[int], leased: list[int], more: list[tuple[int, int]], stays: bool
+    ) -> None:
+        for key, size in zip(KEYS, sizes, strict=False):
+            self.set(key, "own", size, stale=None)
+        self.lease([key for n, key in enumerate(self.model.whole.entries) if n in leased])
+        for key, size in more:
+            self.set(key, "own", size, stale=None)
+        self.books_agree()
+        if not stays:
+            self.end_a_lease(-1, forgotten=False)
+
+    @precondition(lambda self: self.leases)
+    @rule(number=st.integers(0, 99), forgotten=st.booleans())
+    def end_a_lease(self, number: int, forgotten: bool) -> None:
+        number %= len(self.leases)
+        if forgotten:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)
+                del self.leases[number]
+        else:
+            self.leases.pop(number).release()
+        self.model.release(number)
+
     @rule(max_size=st.integers(0, 110))
     def resize(self, max_size: int) -> None:
         if max_size > self.model.whole.max_size:
             with pytest.raises(ValueError, match="^host_size must be max_size or more"):
+                self.cache.resize(max_size)
+            return
+        if max_size < self.model.device.leased_bytes:
+            with pytest.raises(ValueError, match="the bytes leased"):
                 self.cache.resize(max_size)
             return
         self.cache.resize(max_size)
@@ -242,6 +292,8 @@ class TieredMachine(RuleBasedStateMachine):
             len(self.model.device.entries), self.model.device.size,
         )  # fmt: skip
         of_the_host = self.cache.host.stats()
+        assert stats.leased_bytes == self.model.device.leased_bytes
+        assert of_the_host.leased_bytes == self.model.whole.leased_bytes
         for name in ("evictions", "evicted_bytes"):
             assert getattr(of_the_host, name) == self.model.whole.counts[name]
 
@@ -254,6 +306,10 @@ class TieredMachine(RuleBasedStateMachine):
         for key, value in self.cache.host.mm_cache.items():
             assert kept_bytes(value) == self.model.whole.entries[key].nbytes
             assert bytes_of(value) == self.values[key]
+
+    def teardown(self) -> None:
+        for lease in getattr(self, "leases", []):
+            lease.release()
 
 
 TestTieredMachine = TieredMachine.TestCase

@@ -150,7 +150,7 @@ class TieredCache(MultiModalStaticCache):
 
         Lookups, and the insertions, rejections and collisions of ``set``, are those of the whole,
         to which a copy back to the device doesn't count; evictions, entries and bytes are the
-        device's. The host's are in ``host.stats()``.
+        device's. The host's are in ``host.stats()``: what leaves both is an eviction there alone.
         """
         with self._lock:
             device, host = super().stats(), self.host.stats()
