@@ -130,8 +130,8 @@ class MultiModalStaticCache(MultimodalCache):
         on_evict: Called as ``on_evict(mm_hash, result)`` for each entry evicted to make room,
             by ``set`` or ``resize``, after the lock is released, on the thread that evicted.
             (If a finalizer that runs under the lock makes room, it is held for that call too.)
-            ``mm_hash`` is the ``CombinedHash`` where the entry had one. The result can be read on
-            the current stream, as that of a hit. The evicted results
+            ``mm_hash`` is the ``CombinedHash`` where the entry had one. The result is as that of a
+            hit for the current stream. The evicted results
             live until it has run, so memory can pass the budget for that moment. An exception
             in it is logged and swallowed. It may run after a ``clear`` that came meanwhile: a
             second cache that it fills must not take what is older than the weights.

@@ -71,9 +71,9 @@ class TieredCache(MultiModalStaticCache):
     charged alike. The copies of CUDA tensors are pinned, and torch rounds such memory up to a power
     of two, which is what the host is charged: give it at least twice ``max_size``.
 
-    CUDA: copies to the host are launched on the current stream, without a synchronisation, and what
-    goes back waits for them on its own stream. So the values in ``host`` may be read by the CPU
-    only after a synchronisation.
+    CUDA: as in the plain class. Copies to the host are launched on the current stream, without a
+    synchronisation, and what goes back waits for them on its own stream. So the values in ``host``,
+    and what ``on_evict`` gets, may be read by the CPU only after a synchronisation.
 
     Threads, signals and ownership are as in the plain class; both tiers have one lock, and a hit on
     the device takes none. What leaves the device to make room, also for what ``get`` brings back,
