@@ -42,6 +42,7 @@ from multimodal_cache._gate import Gate, current_task, require_no_running_loop
 from multimodal_cache._modes import Modes, outside_graphs
 from multimodal_cache._outputs import as_rows, split_output
 from multimodal_cache._ownership import copy_out
+from multimodal_cache._streams import use_here, written_here
 
 if TYPE_CHECKING:
     from multimodal_cache.parallel import Ranks
@@ -138,12 +139,15 @@ class Call:
             if flight.length == want.length:  # else the error may be about the length
                 raise landed.new_error()
         elif landed is not None and want.fits(landed):
-            want.embedding = landed
+            want.embedding, want.written = landed, flight.written
             self._coalesced += want.uses
             self._coalesced_tokens += want.uses * landed.shape[0]
 
     def embeddings(self) -> list[Any]:
-        """Returns the embedding of each feature, when all are there."""
+        """Returns the embedding of each feature, when all are there, for the current stream."""
+        for want in self._wants:
+            if want.written is not None:
+                want.written()
         if self._coalesced:
             self._flights.count_coalesced(self._coalesced, self._coalesced_tokens)
         return [want.embedding for want in self._by_feature]
@@ -326,8 +330,11 @@ class Batch:
         claimed = self.claimed
         embeddings = self._copy_out(output)
         self._flights.store(claimed, embeddings)
-        for (want, _), embedding in zip(claimed, embeddings, strict=True):
+        for (want, flight), embedding in zip(claimed, embeddings, strict=True):
             want.embedding, want.feature = embedding, None
+            want.written = written_here([embedding])
+            if flight is not None:
+                flight.written = want.written
         self._land(embeddings)
         if self._flights.shared is not None:
             self._flights.offer(claimed, embeddings)
@@ -336,7 +343,9 @@ class Batch:
         """Copies each embedding, so that none keeps a batch, a graph or a reused buffer."""
         lengths = [want.length for want, _ in self.claimed]
         with torch.inference_mode(False), torch.no_grad():  # others may not be in that mode
-            return [copy_out(rows) for rows in split_output(output, lengths)]
+            parts = split_output(output, lengths)
+            use_here(parts)
+            return [copy_out(rows) for rows in parts]
 
     def land_without(self, error: Exception | None) -> None:
         """Ends the flights that haven't ended, without embeddings.

@@ -7,7 +7,7 @@ counters alone, and around no call of the cache.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -36,6 +36,8 @@ class Want:
     uses: int = 1  # the number of features
     embedding: torch.Tensor | None = None
     mismatched: bool = False  # the cache has it with another length
+    # What makes the embedding readable on the caller's current stream, if another one wrote it.
+    written: Callable[[], object] | None = None
 
     def fits(self, embedding: torch.Tensor) -> bool:
         """Returns whether an embedding has the length that is wanted."""
@@ -50,6 +52,7 @@ class Flight:
     length: int | None
     generation: Any
     landed: Future[Landed] = field(default_factory=Future)
+    written: Callable[[], object] | None = None  # as of a want
 
     def __post_init__(self) -> None:
         self.landed.set_running_or_notify_cancel()  # a waiter that is cancelled can't cancel it

@@ -69,8 +69,9 @@ class CachedEncoder:
             must allow that, or ``max_concurrency`` be 1. Autocast and the like have no part in a
             key: what changes them belongs in ``namespace``. It may reuse an output buffer, since
             each embedding is copied out of what it returns, if its own calls don't overlap. It may
-            be a coroutine function (``async def``), for ``encode_async``. On a GPU it must leave
-            its output to the current stream; nothing is synchronised for those who wait.
+            be a coroutine function (``async def``), for ``encode_async``. On a GPU its output must
+            be ready on its own thread's current stream; the current streams of those who get the
+            embeddings wait for that one, and the CPU waits for nothing.
         namespace: As for ``hash_feature``: whatever changes the embedding and isn't in the
             feature. It has no part in keys that are given, or made by ``key``: those must tell
             models and options apart themselves.

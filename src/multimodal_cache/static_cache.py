@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 
-from multimodal_cache._ownership import Replacements, plan_ownership, replace_tensors
+from multimodal_cache._ownership import (
+    Replacements,
+    plan_ownership,
+    replace_tensors,
+    tensors_in,
+)
+from multimodal_cache._streams import use_here, written_here
 from multimodal_cache.base import (
     CombinedHash,
     EmbeddingResult,
@@ -35,7 +41,10 @@ _Items = tuple[int, ...] | None  # what a key says that it stands for; a plain i
 # The result, its key, the bytes that it is charged, its items; and, None for most, what else a
 # hit of it does: a call, which may raise KeyError. (In host memory: how to bring it back.)
 _Entry = tuple[EmbeddingResult, int, int, _Items, Any]
-_Evicted = list[tuple[int, EmbeddingResult]] | None  # what on_evict is to hear, if there is one
+# What on_evict is to hear, if there is one, and what makes it readable on the current stream.
+_Evicted = list[tuple[int, EmbeddingResult, Any]] | None
+
+_Plan = Replacements | None  # of the copies to be made; None if there is nothing to do
 
 _NO_KEY = -1j  # no int is equal to it
 
@@ -107,9 +116,12 @@ class MultiModalStaticCache(MultimodalCache):
     call the cache.
 
     CUDA: copies run on the current stream of the calling thread, on which the tensors given to
-    ``set`` must be ready. Nothing is synchronised and no stream is recorded: who reads an
-    entry on another stream waits for the writer, and keeps the result (or calls
-    ``record_stream``) until the read is done, since an evicted tensor's memory is used again.
+    ``set`` must be ready; the CPU waits for nothing. ``get`` and ``get_single`` may be called on
+    any stream: the caller's current stream waits for the writer's, and what it reads of the result
+    is safe from eviction if it was launched while the caller had the result. Only for another
+    stream than that of the call the caller must see to it itself, as with any tensor: so for what
+    it takes from ``mm_cache``. Not while a CUDA graph is captured: look up before. It is the same
+    for other accelerators of torch that have streams; one that has none (MPS) needs nothing.
 
     Attributes:
         mm_cache: The results by key, the least recent first. For reading only.
@@ -123,7 +135,8 @@ class MultiModalStaticCache(MultimodalCache):
         on_evict: Called as ``on_evict(mm_hash, result)`` for each entry evicted to make room,
             by ``set`` or ``resize``, after the lock is released, on the thread that evicted.
             (If a finalizer that runs under the lock makes room, it is held for that call too.)
-            ``mm_hash`` is the ``CombinedHash`` where the entry had one. The evicted results
+            ``mm_hash`` is the ``CombinedHash`` where the entry had one. The result is as that of a
+            hit for the current stream. The evicted results
             live until it has run, so memory can pass the budget for that moment. An exception
             in it is logged and swallowed. It may run after a ``clear`` that came meanwhile: a
             second cache that it fills must not take what is older than the weights.
@@ -520,8 +533,8 @@ class MultiModalStaticCache(MultimodalCache):
     # A `with` that takes the lock has no loop in it but `while True`: CPython 3.12, and 3.13.0,
     # leave the jump back of others out of the `with`, and a signal handler may raise right there.
 
-    def _admit(  # noqa: C901  # a step a turn, and each is one question
-        self, entry: _Entry, replacements: Replacements, generation: int | None, evicted: _Evicted
+    def _admit(  # a step a turn, and each is one question
+        self, entry: _Entry, replacements: _Plan, generation: int | None, evicted: _Evicted
     ) -> bool | None:
         """Takes an entry through steps 1 to 4 of its life, under the lock, one step a turn.
 
@@ -545,16 +558,15 @@ class MultiModalStaticCache(MultimodalCache):
                     self.mm_cache.move_to_end(key)
                     return True
                 elif nbytes > self._room or (collides and key in self._leased):
-                    self._reject(entry)
                     self._collisions += collides
-                    return None
+                    return self._reject(entry)
                 elif collides:
                     self._collisions += 1
                     self._remove(key)
                 elif self._current_size + nbytes > self._max_size:
                     self._evict_oldest(evicted)
-                elif replacements:
-                    entry, replacements = self._own(entry, replacements), {}
+                elif replacements is not None:
+                    entry, replacements = self._own(entry, replacements), None
                 else:
                     self._changing = key
                     self._entries[key] = entry
@@ -564,22 +576,31 @@ class MultiModalStaticCache(MultimodalCache):
                     self._room -= nbytes * (key in self._leased)
                     self.mm_cache[key] = entry[0]
                     self._changing = None
-                    self._insertions += 1
-                    self._inserted_bytes += nbytes
-                    if self._trace is not None:
-                        self._trace.request(key, nbytes)
-                    return True
+                    return self._count_insertion(key, nbytes)
 
-    def _reject(self, entry: _Entry) -> None:
+    def _count_insertion(self, key: int, nbytes: int) -> bool:
+        self._insertions += 1
+        self._inserted_bytes += nbytes
+        if self._trace is not None:
+            self._trace.request(key, nbytes)
+        return True
+
+    def _reject(self, entry: _Entry) -> bool | None:
         self._rejections += 1
         self._rejected_bytes += entry[2]
         if self._trace is not None:
             self._trace.request(entry[1], entry[2])
+        return None
 
     def _own(self, entry: _Entry, replacements: Replacements) -> _Entry:
-        """Replaces tensors; counts a rejection if there is no memory for them."""
+        """Replaces tensors, and marks what a hit on another stream must wait for.
+
+        Counts a rejection if there is no memory for them.
+        """
+        result, key, nbytes, items, use = entry
+        use_here(tensors_in(result))  # it may have been allocated on another stream
         try:
-            return (replace_tensors(entry[0], replacements), *entry[1:])
+            owned = replace_tensors(result, replacements)
         except RuntimeError as error:
             # Only CUDA's error has a type of its own; the CPU allocator says it in words.
             words = ("you tried to allocate", "out of memory")
@@ -587,6 +608,7 @@ class MultiModalStaticCache(MultimodalCache):
                 self._reject(entry)
                 raise _OutOfMemoryError(error) from error
             raise
+        return owned, key, nbytes, items, written_here(tensors_in(owned), use)
 
     def _look_up(self, key: int | None, items: _Items) -> EmbeddingResult | None:
         """Looks up under the lock: all that isn't a hit without it."""
@@ -616,7 +638,7 @@ class MultiModalStaticCache(MultimodalCache):
     # nothing calls back while the tables disagree. But a signal handler may raise there (Ctrl-C,
     # on Python 3.10): `_changing` says so to whoever comes next under the lock.
 
-    def _remove(self, key: int) -> _Entry | None:
+    def _remove(self, key: int) -> tuple[Any, ...] | None:
         """Takes an entry out of the books and returns it, or more, for the caller to drop."""
         if self._changing is not None:
             self._mend()
@@ -740,11 +762,11 @@ class MultiModalStaticCache(MultimodalCache):
         entry = self._remove(key)
         if entry is None:
             return  # a finalizer was faster
-        result, _, nbytes, items, _ = entry
+        result, _, nbytes, items, use = entry[:5]
         self._evictions += 1
         self._evicted_bytes += nbytes
         if evicted is not None:
-            evicted.append((key if items is None else CombinedHash(items), result))
+            evicted.append((key if items is None else CombinedHash(items), result, use))
 
     def _warn_of_size(self, nbytes: int) -> None:
         """Says once that the budget is below one embedding; one of 0 is meant to be."""
@@ -759,9 +781,11 @@ class MultiModalStaticCache(MultimodalCache):
                 max_size,
             )
 
-    def _report(self, evicted: list[tuple[int, EmbeddingResult]]) -> None:
-        for mm_hash, result in evicted:
+    def _report(self, evicted: list[tuple[int, EmbeddingResult, Any]]) -> None:
+        for mm_hash, result, use in evicted:
             try:
+                if use is not None:
+                    use()
                 self._on_evict(mm_hash, result)  # type: ignore[misc]  # else nothing is in the list
             except Exception:
                 logger.exception("on_evict failed for the key %#x", mm_hash)

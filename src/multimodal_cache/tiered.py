@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import torch
 
 from multimodal_cache._ownership import Replacements, copy_out, plan_ownership
+from multimodal_cache._streams import Mark, module_of
 from multimodal_cache.base import EmbeddingResult, as_size
 from multimodal_cache.static_cache import (
     MultiModalStaticCache,
@@ -20,6 +21,7 @@ from multimodal_cache.static_cache import (
     _Evicted,
     _Items,
     _OutOfMemoryError,
+    _Plan,
 )
 from multimodal_cache.stats import CacheStats
 
@@ -73,9 +75,9 @@ class TieredCache(MultiModalStaticCache):
     charged alike. The copies of CUDA tensors are pinned, and torch rounds such memory up to a power
     of two, which is what the host is charged: give it at least twice ``max_size``.
 
-    CUDA: copies to the host are launched on the current stream, without a synchronisation, and what
-    goes back waits for them on its own stream. So the values in ``host`` may be read by the CPU
-    only after a synchronisation.
+    CUDA: as in the plain class. Copies to the host are launched on the current stream, without a
+    synchronisation, and what goes back waits for them on its own stream. So the values in ``host``,
+    and what ``on_evict`` gets, may be read by the CPU only after a synchronisation.
 
     Threads, signals and ownership are as in the plain class; both tiers have one lock, and a hit on
     the device takes none. What leaves the device to make room, also for what ``get`` brings back,
@@ -205,7 +207,7 @@ class TieredCache(MultiModalStaticCache):
         return broken
 
     def _admit(
-        self, entry: _Entry, replacements: Replacements, generation: int | None, evicted: _Evicted
+        self, entry: _Entry, replacements: _Plan, generation: int | None, evicted: _Evicted
     ) -> bool:
         result, key, _, items, _ = entry
         origin = _Origin()
@@ -268,7 +270,7 @@ class TieredCache(MultiModalStaticCache):
     # it may not be put on the device after: `_generation` counts what has left. It is read before
     # the host is, since the garbage collector can run finalizers in between.
 
-    def _stay(self, entry: _Entry, replacements: Replacements, left: int, held: _Entry) -> str:
+    def _stay(self, entry: _Entry, replacements: _Plan, left: int, held: _Entry) -> str:
         """Puts on the device what the host has, if it fits; else says why not, at most once."""
         entry = (*entry[:4], self._hit_of(held))
         stored = super()._admit(entry, replacements, left, None)
@@ -332,7 +334,7 @@ class _HostMemory(MultiModalStaticCache):
         self._lock = device._lock
         self._device = weakref.ref(device)  # no cycle: a dropped cache frees its memory at once
 
-    def _remove(self, key: int) -> _Entry | None:
+    def _remove(self, key: int) -> tuple[Any, ...] | None:
         if self._changing is not None:
             self._mend()
         if key not in self._entries:
@@ -348,14 +350,14 @@ class _HostMemory(MultiModalStaticCache):
             self._current_size -= entry[2]
             self._room += entry[2] * (key in self._leased)
             self._changing = None
-        return (*entry[:4], (entry[4], on_device))
+        return (*entry, on_device)
 
     def _undo(self) -> None:
         on_device = self._leave_device(self._changing)
         super()._undo()
         del on_device
 
-    def _leave_device(self, key: Any) -> _Entry | None:
+    def _leave_device(self, key: Any) -> tuple[Any, ...] | None:
         device = self._device()
         if device is None:
             return None
@@ -388,10 +390,7 @@ class _Origin:
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         copy = copy_out(tensor) if tensor.is_cpu else copy_out(tensor, _clone_to_host)
-        written = None
-        if tensor.is_cuda:
-            written = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            written.record(torch.cuda.current_stream(tensor.device))
+        written = Mark(module_of(tensor), tensor.device) if tensor.is_cuda else None
         self.replacements[id(copy)] = functools.partial(_copy_back, copy, tensor.device, written)
         return copy
 
@@ -404,14 +403,12 @@ def _clone_to_host(source: torch.Tensor) -> torch.Tensor:
     return copy.copy_(source, non_blocking=pinned)
 
 
-def _copy_back(
-    copy: torch.Tensor, device: torch.device, written: torch.cuda.Event | None
-) -> torch.Tensor:
+def _copy_back(copy: torch.Tensor, device: torch.device, written: Mark | None) -> torch.Tensor:
     """Copies a tensor from host memory to where it came from, after it was written there."""
     if copy.device == device:
         return copy_out(copy)
     if written is not None:
-        written.wait(torch.cuda.current_stream(device))
+        written.wait()
 
     def clone(source: torch.Tensor) -> torch.Tensor:
         twin = torch.empty_like(source, device=device, pin_memory=False)
