@@ -1277,37 +1277,50 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         def record(self, stream: object) -> None:
             told.append(("record", stream))
 
-        def wait(self, stream: object) -> None:
-            told.append(("wait", stream))
+    class Stream(str):
+        __slots__ = ()
+
+        def wait_event(self, event: object) -> None:
+            assert isinstance(event, Event)
+            told.append(("wait", self))
+
+    def keep(tensor: Far, stream: object) -> None:
+        told.append(("keep", stream))
 
     monkeypatch.setattr(torch, "empty_like", empty)
     monkeypatch.setattr(torch.Tensor, "copy_", copy_into)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(f"first of {device}"))
+    monkeypatch.setattr(Far, "record_stream", keep)
     return told
 
 
 def test_copies_of_cuda_tensors_are_pinned_and_wait_for_nobody_but_each_other(
-    told: list[tuple[Any, ...]],
+    told: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = TieredCache(20, 100)
     value = EmbeddingResult(embedding=torch.arange(5.0).as_subclass(Far))
     assert cache.set(1, value)
     assert cache.get_single(1) is value
+    first = "first of cuda:0"
     assert told == [
-        ("allocate", "cpu", True), ("copy", True), ("record", "the stream of cuda:0"),
+        ("keep", first), ("allocate", "cpu", True), ("copy", True), ("record", first),
+        ("keep", first), ("record", first),
     ]  # fmt: skip
     push_out(cache, 1)
     told.clear()
+    other = torch.cuda.Stream("other")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: other)
     found = cache.get_single(1)
     assert found is not None
     assert told == [
-        ("wait", "the stream of cuda:0"), ("allocate", "cuda", False), ("copy", True),
+        ("wait", other), ("allocate", "cuda", False), ("copy", True), ("record", other),
     ]  # fmt: skip
     assert type(found.embedding) is Far
     assert found.embedding.tolist() == [0, 1, 2, 3, 4]
     assert cache.get_single(1) is found
-    assert len(told) == 3
+    assert len(told) == 4
     cache.check()
 
 
