@@ -1305,7 +1305,6 @@ def test_copies_of_cuda_tensors_are_pinned_and_wait_for_nobody_but_each_other(
     value = EmbeddingResult(embedding=torch.arange(5.0).as_subclass(Far))
     assert cache.set(1, value)
     assert cache.get_single(1) is value
-    first = "first of cuda:0"
     assert told == [
         ("allocate", "cpu", True), ("copy", True), ("record", "one"), ("record", "one"),
     ]  # fmt: skip
