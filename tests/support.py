@@ -65,9 +65,10 @@ def filled(max_size: int, *mm_hashes: int, **options: Any) -> MultiModalStaticCa
     return cache
 
 
-def deltas(before: CacheStats, after: CacheStats) -> dict[str, int]:
-    """The counters that moved, and by how much."""
+def deltas(before: CacheStats, after: CacheStats, *more: str) -> dict[str, int]:
+    """The counters that moved, and by how much; those of bytes among ``more`` alone."""
     names = [
+        *more,
         "hits", "misses", "insertions", "evictions", "evicted_bytes", "rejections", "collisions",
     ]  # fmt: skip
     moved = {name: getattr(after, name) - getattr(before, name) for name in names}

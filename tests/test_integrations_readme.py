@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Awaitable, Callable
 from io import BytesIO
@@ -30,11 +31,16 @@ def file_of(pixels: Any, form: str = "PNG") -> bytes:
 
 @pytest.fixture
 def server() -> dict[str, Any]:
-    """What the block of Python defines, run as it is written."""
+    """What the first block of Python defines."""
     for module in ("fastapi", "httpx", "python_multipart"):
         pytest.importorskip(module, reason=f"{module} is not installed")
-    (code,) = re.findall(r"^```python\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
-    namespace: dict[str, Any] = {"__name__": "server"}
+    return run_block(0, "server")
+
+
+def run_block(number: int, name: str) -> dict[str, Any]:
+    """Runs a block of Python as it is written, and returns what it defines."""
+    code = re.findall(r"^```python\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)[number]
+    namespace: dict[str, Any] = {"__name__": name}
     exec(compile(code, str(README), "exec"), namespace)
     return namespace
 
@@ -156,6 +162,32 @@ def test_the_encoder_is_closed_when_the_server_ends(server: dict[str, Any]) -> N
         server["app"].state.encoder([file_of(DOG)])
 
 
+def test_a_chat_of_transformers_encodes_its_image_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers", "5.18", reason="of the extra transformers")
+    import tiny_vlms
+
+    model, processor = tiny_vlms.llava_with_processor()
+    Image.fromarray(CAT).save(tmp_path / "cat.jpg")
+    monkeypatch.chdir(tmp_path)
+    for auto, made in (
+        (transformers.AutoModelForImageTextToText, model),
+        (transformers.AutoProcessor, processor),
+    ):
+        monkeypatch.setattr(auto, "from_pretrained", lambda *_, made=made, **__: made)
+    defined = run_block(1, "chat")
+    assert [message["role"] for message in defined["chat"]] == ["user", *["user", "assistant"] * 2]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.search(r"\bhits=1\b", line)
+    assert re.search(r"\bencoded=1\b", line)
+    with defined["features"]:
+        assert model.base_model.get_image_features is defined["features"]
+    assert model.generate(**defined["inputs"], max_new_tokens=32)[0].tolist()[-32:] == (
+        defined["tokens"].tolist()
+    )
+
+
 def test_the_line_in_the_log_is_as_it_is_shown(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     SchedulerCache(100 * 2**20)
@@ -163,7 +195,63 @@ def test_the_line_in_the_log_is_as_it_is_shown(caplog: pytest.LogCaptureFixture)
 
 
 def test_it_is_short() -> None:
-    assert len(TEXT.splitlines()) < 130
+    assert len(TEXT.splitlines()) < 400
+
+
+def test_its_metrics_are_those_that_there_are() -> None:
+    pytest.importorskip("prometheus_client", reason="of the extra metrics")
+    from multimodal_cache.metrics import PREFIX, CacheCollector
+
+    there = {
+        family.name + ("_total" if family.type == "counter" else "")
+        for family in CacheCollector(_registry()).describe()
+    }
+    queries = set(re.findall(rf"\b{PREFIX}\w+", TEXT))
+    assert queries <= there
+    (rows,) = re.findall(rf"^\| `{PREFIX}\.\.\.`.*?\n\n", TEXT, flags=re.MULTILINE | re.DOTALL)
+    listed = {PREFIX + name for row in rows.strip().splitlines()[2:] for name in _names(row)}
+    assert [name for name in there - listed if not name.startswith(f"{PREFIX}store_")] == []
+    assert listed <= there
+
+
+def _registry() -> Any:
+    from prometheus_client import CollectorRegistry
+
+    return CollectorRegistry()
+
+
+def _names(row: str) -> list[str]:
+    return re.findall(r"`(\w+)`", row.split("|")[1])
+
+
+def test_its_panel_is_json_with_a_query_of_its_own() -> None:
+    (panel,) = re.findall(r"^```json\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
+    assert "multimodal_cache_hits_total" in json.loads(panel)["targets"][0]["expr"]
+
+
+def test_its_line_of_the_log_is_one_that_a_scheduler_writes() -> None:
+    (line,) = re.findall(r"^multimodal cache: hit rate.*$", TEXT, flags=re.MULTILINE)
+    cache = SchedulerCache(1000)
+    cache.get_single(1)
+    written = str(cache._log.line())
+
+    def without_numbers(text: str) -> str:
+        return re.sub(r"[\d,.]*\d", "0", " ".join(text.split()))
+
+    assert without_numbers(line) == without_numbers(written)
+
+
+def test_what_it_says_of_the_planner_is_so() -> None:
+    from multimodal_cache._plan import _parser
+    from multimodal_cache.integrations._sglang_watch import TRACE
+
+    assert f"`{TRACE}=" in TEXT
+    options = {option for action in _parser()._actions for option in action.option_strings}
+    (command,) = re.findall(r"python -m multimodal_cache plan (.*)", TEXT)
+    assert {word for word in command.split() if word.startswith("--")} <= options
+    for option in ("--seconds-per-mib", "--kv-bytes-per-token", "--skip"):
+        assert f"`{option}" in TEXT
+        assert option in options
 
 
 def test_each_file_that_it_links_to_exists() -> None:

@@ -222,7 +222,7 @@ PACKED = (
         (np.zeros(2, np.longdouble), "longdouble"),
         (np.zeros(2, np.clongdouble), "longdouble"),
         (np.longdouble(1), "longdouble"),
-        (np.ma.masked_array([1, 2], [True, False]), "numpy.ma.MaskedArray"),
+        (np.ma.masked_array([1, 2], [True, False]), f"{np.ma.MaskedArray.__module__}.MaskedArray"),
         (np.ma.masked, "MaskedConstant"),
     ],
     ids=lambda value: type(value).__name__,

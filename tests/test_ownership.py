@@ -407,7 +407,7 @@ def test_the_quick_way_is_that_with_care(kind: str, make: Callable[..., Any]) ->
             nbytes, replacements = way(value, copy_all=False)
         except EmbeddingTypeError as error:
             return str(error)
-        return nbytes, list(replacements)
+        return nbytes, None if replacements is None else list(replacements)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

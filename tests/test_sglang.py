@@ -316,7 +316,7 @@ def test_importing_it_imports_nothing_else() -> None:
         "import multimodal_cache.integrations.sglang\n"
         "print(sorted(set(sys.modules) - before))"
     )
-    names = ["integrations", "integrations.sglang", "tiered"]
+    names = ["integrations", "integrations._sglang_watch", "integrations.sglang", "tiered"]
     assert run_python(code) == f"{[f'multimodal_cache.{name}' for name in names]}\n"
 
 

@@ -10,11 +10,12 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any, TypeAlias
 
 import pytest
 import torch
+from back_ends import MemoryStore
 from encoders import (
     LIMIT,
     AsyncEncoder,
@@ -1080,22 +1081,67 @@ def test_an_encode_may_close_its_encoder() -> None:
 # Any order of things
 
 
-class Schedule:
-    """Runs overlapping calls, failures, cancellations and clears in a given order."""
+class Fetches(Executor):
+    """Runs fetches when it is told to."""
 
     def __init__(self) -> None:
+        self.waiting: list[tuple[Future[Any], Any, Any]] = []
+
+    def submit(self, function: Any, /, *arguments: Any, **_: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.waiting.append((future, function, arguments))
+        return future
+
+    def keys(self, generation: Any) -> set[int]:
+        """Returns what is being fetched."""
+        return {n for _, _, (asked, began) in self.waiting if began == generation for n in asked}
+
+    def run(self, index: int) -> tuple[set[int], Any]:
+        """Runs one; returns what it has found, and the generation in which it began."""
+        future, fetch, (keys, generation) = self.waiting.pop(index % len(self.waiting))
+        found = fetch(keys)
+        if future.set_running_or_notify_cancel():
+            future.set_result(found)
+        return set(found), generation
+
+
+class Schedule:
+    """Runs overlapping calls, failures, cancellations and clears in a given order.
+
+    With a store, what it holds is taken from it, damaged, and fetched in a given order too.
+    """
+
+    def __init__(self, store: MemoryStore | None) -> None:
         self.cache = MultiModalStaticCache(200)  # room for 25 of 8 bytes
-        self.encoder = CachedEncoder(self.cache, self.encode)
+        self.encoder = CachedEncoder(self.cache, self.encode, store=store)
+        self.store = store
+        self.fetches = Fetches()
+        self.encoder._executor.shutdown()
+        self.encoder._executor = self  # type: ignore[assignment]
+        self.fetched: tuple[set[int], Any] | None = None  # by this action
         self.running: list[tuple[int, list[int], asyncio.Future[bool]]] = []
         self.tasks: list[tuple[list[int], asyncio.Future[list[torch.Tensor]]]] = []
         self.failing: set[int] = set()
 
+    def submit(self, fetch: Any, keys: list[int]) -> Future[Any]:
+        """Begins a fetch, as the encoder's executor."""
+        generation = self.cache.generation
+        assert not set(keys) & self.fetches.keys(generation), "fetched twice at once"
+        for other_generation, others, _ in self.running:
+            if other_generation == generation:
+                assert not set(keys) & set(others), "fetched while it is encoded"
+        return self.fetches.submit(fetch, keys, generation)
+
     async def encode(self, features: list[int]) -> torch.Tensor:
         generation = self.cache.generation
+        if self.fetched is not None:  # what is left of a fetch is encoded at once
+            found, generation = self.fetched
+            assert not set(features) & found, "encoded though it was fetched"
         for other_generation, others, _ in self.running:
             if other_generation == generation:
                 assert not set(features) & set(others), "encoded twice at once"
-        assert not [n for n in features if self.cache.has(n)], "encoded though it is cached"
+        if generation == self.cache.generation:
+            assert not [n for n in features if self.cache.has(n)], "encoded though it is cached"
         ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         entry = (generation, features, ended)
         self.running.append(entry)
@@ -1119,16 +1165,24 @@ class Schedule:
             self.tasks[index % len(self.tasks)][1].cancel()
         elif action == "clear":
             self.cache.clear()
+        elif action == "fetch" and self.fetches.waiting:
+            self.fetched = self.fetches.run(index)
+        elif action in ("lose", "damage") and self.store is not None:
+            for name in list(self.store.values)[index : index + 1]:
+                self.store.values[name] = None if action == "lose" else b"damaged"
+
+    async def do_and_settle(self, action: str, index: int, keys: list[int]) -> None:
+        self.fetched = None
+        self.do(action, index, keys)
+        await settle()
+        if self.store is not None:
+            self.store.written()
 
     async def run(self, actions: list[tuple[str, int, list[int]]]) -> None:
         for action in actions:
-            self.do(*action)
-            await settle()
-        while self.running:
-            for _, _, ended in self.running:
-                if not ended.done():
-                    ended.set_result(True)
-            await settle()
+            await self.do_and_settle(*action)
+        while self.running or self.fetches.waiting:
+            await self.do_and_settle("fetch" if self.fetches.waiting else "succeed", 0, [])
         for keys, task in self.tasks:
             await asyncio.wait([task], timeout=LIMIT)
             assert task.done(), "a call hangs"
@@ -1141,23 +1195,34 @@ class Schedule:
         for key, entry in self.cache.mm_cache.items():
             assert numbers([entry.embedding]) == [key]
         self.cache.check()
+        if self.store is not None:
+            for key, rows in self.store.fetch(range(5)).items():
+                assert numbers([rows]) == [key]
 
 
-ACTIONS = st.lists(
-    st.tuples(
-        st.sampled_from(["call", "call", "call", "succeed", "fail", "cancel", "clear"]),
-        st.integers(0, 5),
-        st.lists(st.integers(0, 4), min_size=1, max_size=4),
-    ),
-    max_size=25,
-)
+Actions: TypeAlias = list[tuple[str, int, list[int]]]
 
 
-@given(ACTIONS)
-def test_any_order_of_calls_failures_cancellations_and_clears(
-    actions: list[tuple[str, int, list[int]]],
-) -> None:
-    asyncio.run(Schedule().run(actions))
+def actions_of(*kinds: str) -> st.SearchStrategy[Actions]:
+    return st.lists(
+        st.tuples(
+            st.sampled_from(["call", "call", "call", "succeed", "fail", "cancel", "clear", *kinds]),
+            st.integers(0, 5),
+            st.lists(st.integers(0, 4), min_size=1, max_size=4),
+        ),
+        max_size=25,
+    )
+
+
+@given(actions_of())
+def test_any_order_of_calls_failures_cancellations_and_clears(actions: Actions) -> None:
+    asyncio.run(Schedule(None).run(actions))
+
+
+@given(actions_of("fetch", "fetch", "fetch", "lose", "damage"))
+def test_any_order_of_these_and_of_fetches(actions: Actions) -> None:
+    with MemoryStore() as store:
+        asyncio.run(Schedule(store).run(actions))
 
 
 def test_threads_in_any_order() -> None:

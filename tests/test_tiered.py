@@ -485,8 +485,8 @@ VALUES: dict[str, Callable[[], torch.Tensor]] = {
     "float8": lambda: BYTES.clone().view(torch.float8_e4m3fn),
     "complex64": lambda: torch.arange(8.0).to(torch.complex64),
     "bool": lambda: torch.arange(8) % 3 == 0,
-    "sub-byte": lambda: BYTES.clone().view(torch.float4_e2m1fn_x2),
-    "part of a sub-byte": lambda: BYTES.clone()[8:24].view(torch.float4_e2m1fn_x2),
+    "sub-byte": lambda: BYTES.clone().view(torch.uint4),
+    "part of a sub-byte": lambda: BYTES.clone()[8:24].view(torch.uint4),
     "uint4": lambda: BYTES.clone().view(torch.uint4),
     "0-d": lambda: torch.tensor(5.0),
     "empty": lambda: torch.zeros(0, 64),
@@ -1250,6 +1250,19 @@ class Far(torch.Tensor):
     is_cpu, is_cuda, device = False, True, torch.device("cuda", 0)
     __torch_function__ = torch._C._disabled_torch_function_impl
 
+    def record_stream(self, stream: object) -> None:
+        """Has no memory that a stream could use again."""
+
+
+class Stream:
+    """A stream that says what it is to wait for."""
+
+    def __init__(self, told: list[tuple[Any, ...]], name: str) -> None:
+        self.told, self.name = told, name
+
+    def wait_event(self, event: object) -> None:
+        self.told.append(("wait", self.name))
+
 
 class Elsewhere(Far):
     """Says that it is on a device of another kind."""
@@ -1274,40 +1287,40 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         return copy_(made, source)
 
     class Event:
-        def record(self, stream: object) -> None:
-            told.append(("record", stream))
+        def record(self, stream: Stream) -> None:
+            told.append(("record", stream.name))
 
-        def wait(self, stream: object) -> None:
-            told.append(("wait", stream))
-
+    one = Stream(told, "one")
     monkeypatch.setattr(torch, "empty_like", empty)
     monkeypatch.setattr(torch.Tensor, "copy_", copy_into)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: one)
     return told
 
 
 def test_copies_of_cuda_tensors_are_pinned_and_wait_for_nobody_but_each_other(
-    told: list[tuple[Any, ...]],
+    told: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = TieredCache(20, 100)
     value = EmbeddingResult(embedding=torch.arange(5.0).as_subclass(Far))
     assert cache.set(1, value)
     assert cache.get_single(1) is value
     assert told == [
-        ("allocate", "cpu", True), ("copy", True), ("record", "the stream of cuda:0"),
+        ("allocate", "cpu", True), ("copy", True), ("record", "one"), ("record", "one"),
     ]  # fmt: skip
     push_out(cache, 1)
     told.clear()
+    two = Stream(told, "two")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: two)
     found = cache.get_single(1)
     assert found is not None
     assert told == [
-        ("wait", "the stream of cuda:0"), ("allocate", "cuda", False), ("copy", True),
+        ("wait", "two"), ("allocate", "cuda", False), ("copy", True), ("record", "two"),
     ]  # fmt: skip
     assert type(found.embedding) is Far
     assert found.embedding.tolist() == [0, 1, 2, 3, 4]
     assert cache.get_single(1) is found
-    assert len(told) == 3
+    assert len(told) == 4
     cache.check()
 
 

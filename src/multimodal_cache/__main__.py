@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from multimodal_cache import CachedEncoder, MultiModalStaticCache
-from multimodal_cache._command import run, version_of
+from multimodal_cache._command import MIB, Parser, mebibytes, run, version_of
 from multimodal_cache._demo.encoder import VisionTransformer
 from multimodal_cache._demo.images import (
     ImageError,
@@ -33,22 +33,14 @@ from multimodal_cache._demo.serving import (
     plan_requests,
     serve_in_turn,
 )
+from multimodal_cache.trace import Trace
 
-MIB = 2**20
 GENERATED_IMAGES = 12
 LEFT_OUT_SHOWN = 10
 
 
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Prints the message and exits with status 2."""
-        self.exit(2, f"{self.prog}: error: {' '.join(message.splitlines())}\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the demonstration.
+    """Runs the demonstration, or the command ``plan``.
 
     Args:
         arguments: The command line; that of the process by default.
@@ -59,6 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: With status 2 if the arguments or the images are bad.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["plan"]:
+        from multimodal_cache import _plan
+
+        return _plan.main(arguments[1:])
     parser = _parser()
     options = parser.parse_args(arguments)
     left_out: list[LeftOut] = []
@@ -69,15 +66,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             paths = find_images(options.images)
             images, left_out = read_images(_progress("reading images", paths))
+        trace = None if options.trace is None else _trace(options.trace)
     except (ImageError, ValueError) as error:
         parser.error(str(error))
     for line in _left_out_lines(left_out):
         sys.stderr.write(f"{parser.prog}: {line}\n")
     try:
-        figures = demonstrate(images, device, options.requests, options.max_size, options.seed)
+        cache = MultiModalStaticCache(options.max_size, trace=trace)
+        figures = demonstrate(images, device, options.requests, cache, options.seed)
     except WrongEmbeddingError as error:
         sys.stderr.write(f"{parser.prog}: the cache is wrong: {error}\n")
         return 1
+    finally:
+        if trace is not None:
+            trace.close()
+    figures["trace"] = options.trace
     figures["left_out"] = [{"file": file.path.name, "reason": file.reason} for file in left_out]
     text = json.dumps(figures, indent=2) if options.json else _table(figures)
     sys.stdout.write(f"{text}\n")
@@ -85,7 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def demonstrate(
-    images: list[torch.Tensor], device: torch.device, num_requests: int, max_size: int, seed: int
+    images: list[torch.Tensor],
+    device: torch.device,
+    num_requests: int,
+    cache: MultiModalStaticCache,
+    seed: int,
 ) -> dict[str, Any]:
     """Serves each request without the cache and with it, and checks the embeddings.
 
@@ -95,7 +102,6 @@ def demonstrate(
     vision_transformer = VisionTransformer(seed).eval().to(device)
     server = Server(vision_transformer, images, device)
     requests = plan_requests(num_requests, len(images), seed)
-    cache = MultiModalStaticCache(max_size)
     encoder = CachedEncoder(cache, server.encode, namespace=vision_transformer.version)
     server.encode(images[:1])  # the first call pays for torch's own set-up
     without, cached = Run(server, server.encode), Run(server, encoder)
@@ -158,8 +164,16 @@ def _table(figures: dict[str, Any]) -> str:
             "",
             f"all {figures['hits']} hits equal what was encoded, bit for bit; "
             f"the embeddings of both runs {agreement}",
+            *_next_step(figures["trace"]),
         ]
     )
+
+
+def _next_step(trace: str | None) -> list[str]:
+    if trace is None:
+        return []
+    command = f"python -m multimodal_cache plan {shlex.quote(trace)}"
+    return ["", f"what was requested is in the trace; how large should the cache be? {command}"]
 
 
 def _left_out_lines(left_out: list[LeftOut]) -> Iterable[str]:
@@ -174,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m multimodal_cache",
         description="Serves requests that ask several questions about the same images, from one "
         "to three each, without the cache and with it.",
+        epilog="python -m multimodal_cache plan TRACE says how large the cache should be.",
     )
     version = version_of("multimodal-cache") or "(not installed)"
     parser.add_argument("--version", action="version", version=f"multimodal-cache {version}")
@@ -193,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-size",
-        type=_mebibytes,
+        type=mebibytes,
         default=64 * MIB,
         metavar="MIB",
         help="the cache's budget in MiB (default: 64)",
@@ -207,6 +222,12 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         metavar="N",
         help="for the weights, images and requests (default: 0)",
+    )
+    parser.add_argument(
+        "--trace",
+        metavar="PATH",
+        help="record what is requested of the cache, for the command plan; "
+        "an existing file is replaced",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     return parser
@@ -224,14 +245,11 @@ def _seed(text: str) -> int:
     return int(text)
 
 
-def _mebibytes(text: str) -> int:
+def _trace(path: str) -> Trace:
     try:
-        size = float(text)
-    except ValueError:
-        size = math.nan
-    if not 0 <= size <= 2**40:
-        raise argparse.ArgumentTypeError(f"expected MiB, from 0 to 2**40, got {text!r}")
-    return int(size * MIB)
+        return Trace(path)
+    except OSError as error:
+        raise ValueError(f"--trace: can't write {path}: {error.strerror}") from None
 
 
 def _device(name: str) -> torch.device:

@@ -19,7 +19,12 @@ from multimodal_cache._hashing import (
     count,
     type_name,
 )
-from multimodal_cache._tensors import dense_storage, plain_tensor, require_memory
+from multimodal_cache._tensors import (
+    dense_storage,
+    plain_tensor,
+    require_memory,
+    torch_has_none,
+)
 
 NUMPY_NAMES = {
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
@@ -123,8 +128,10 @@ def _viewed(
     try:
         resolved = tensor.detach().resolve_conj().resolve_neg()
         return view(resolved) if view else resolved
-    except (AssertionError, NotImplementedError) as error:
+    except (AssertionError, RuntimeError) as error:
         # That is FakeTensorMode, and dtypes that torch can't negate.
+        if isinstance(error, RuntimeError) and not torch_has_none(error):
+            raise
         raise TypeError(
             f"tensors must have elements that can be read, got dtype={tensor.dtype}, "
             f"requires_grad={tensor.requires_grad}, is_neg={tensor.is_neg()}: {error}"

@@ -6,7 +6,8 @@ The life of a key that isn't cached:
 2. Under the lock of the flights it *claims* the missing keys that nobody has claimed: each gets
    a flight, in a table by key. What it claims in one round is a batch. A key with a flight is
    somebody else's, and will be waited for.
-3. It encodes the batch, in one call of ``encode``, without the lock.
+3. It asks the store, where there is one, for what has a flight; what that has lands at once.
+   It encodes the rest, in one call of ``encode``, without the lock, and offers it to the store.
 4. The flights *land*: the embeddings go into the cache, the flights leave the table, and then
    those who wait get them. If ``encode`` failed they get its error, where it had nothing but
    their key to encode: an error of their own, of the same type, whose ``__cause__`` leads to
@@ -26,9 +27,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from concurrent.futures import Executor
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -36,8 +40,18 @@ from multimodal_cache._errors import Failure
 from multimodal_cache._flights import Claim, Flight, Flights, Landed, Want
 from multimodal_cache._gate import Gate, current_task, require_no_running_loop
 from multimodal_cache._modes import Modes, outside_graphs
-from multimodal_cache._outputs import split_output
+from multimodal_cache._outputs import as_rows, split_output
 from multimodal_cache._ownership import copy_out
+from multimodal_cache._streams import use_here, written_here
+
+if TYPE_CHECKING:
+    from multimodal_cache.parallel import Ranks
+    from multimodal_cache.stores import EmbeddingStore
+
+Fetched: TypeAlias = dict[int, torch.Tensor]
+"""What a store has, by key."""
+
+Agree: TypeAlias = Callable[[list[bool]], list[bool]]
 
 
 class Call:
@@ -49,6 +63,7 @@ class Call:
         features: What to encode.
         keys: The key of each, or None.
         lengths: The number of rows that each must have, or None.
+        ranks: With which it must agree about what is missing, if there are others.
 
     Attributes:
         awaited: What others are encoding for it in this round.
@@ -61,13 +76,16 @@ class Call:
         features: Iterable[Any],
         keys: Iterable[int | None],
         lengths: Iterable[int | None],
+        ranks: Ranks | None = None,
     ) -> None:
         self._flights = flights
+        self._ranks = ranks
         self._gate = gate
         self._batch: Batch | None = None
+        self._agree_again: Agree | None = None
         self.awaited: list[tuple[Want, Flight]] = []
         self._counted = False
-        self._coalesced = 0
+        self._coalesced = self._coalesced_tokens = 0
         self._wants: list[Want] = []
         self._by_feature: list[Want] = []
         known: dict[tuple[int, int | None], Want] = {}
@@ -88,14 +106,32 @@ class Call:
         self.awaited = []
         while True:
             landings = flights.landings
-            missing = flights.look_up(self._wants, calls=not self._counted)
-            self._counted = True
+            found, missing = flights.look_up(self._wants)
+            is_first, self._counted = not self._counted, True
+            try:
+                if self._ranks is not None and is_first:
+                    missing = self._agree(self._ranks)
+            finally:
+                flights.count_look_up(found, calls=is_first)
             if not missing:
                 return None
             # It is kept before it claims anything: so `abandon` finds all that is claimed.
-            self._batch = batch = Batch(flights, self._gate)
+            self._batch = batch = Batch(flights, self._gate, self._agree_again)
             if flights.claim(missing, landings, claimed=batch.claimed, awaited=self.awaited):
                 return batch
+
+    def _agree(self, ranks: Ranks) -> list[Want]:
+        """Gives up what another rank misses; returns what is missing then."""
+        asked = [(want.key, want.length) for want in self._by_feature]
+        more = self._flights.shared is not None
+        flags = ranks.agree(
+            asked, [want.embedding is None for want in self._wants], more_to_come=more
+        )
+        self._agree_again = functools.partial(ranks.agree, asked)
+        missing = [want for want, flag in zip(self._wants, flags, strict=True) if flag]
+        for want in missing:
+            want.embedding = None
+        return missing
 
     def take(self, want: Want, flight: Flight, landed: Landed) -> None:
         """Takes what the flight of another call brought, if it is of use here."""
@@ -103,13 +139,17 @@ class Call:
             if flight.length == want.length:  # else the error may be about the length
                 raise landed.new_error()
         elif landed is not None and want.fits(landed):
-            want.embedding = landed
+            want.embedding, want.written = landed, flight.written
             self._coalesced += want.uses
+            self._coalesced_tokens += want.uses * landed.shape[0]
 
     def embeddings(self) -> list[Any]:
-        """Returns the embedding of each feature, when all are there."""
+        """Returns the embedding of each feature, when all are there, for the current stream."""
+        for want in self._wants:
+            if want.written is not None:
+                want.written()
         if self._coalesced:
-            self._flights.count(coalesced=self._coalesced)
+            self._flights.count_coalesced(self._coalesced, self._coalesced_tokens)
         return [want.embedding for want in self._by_feature]
 
     def abandon(self) -> None:
@@ -124,18 +164,21 @@ class Batch:
     Args:
         flights: To the cache.
         gate: Of ``encode``.
+        agree: Says what is missing on any rank of a group, of what is missing here.
 
     Attributes:
         claimed: What hasn't landed.
         nested: Its call is inside ``encode``.
     """
 
-    def __init__(self, flights: Flights, gate: Gate) -> None:
+    def __init__(self, flights: Flights, gate: Gate, agree: Agree | None = None) -> None:
         self.nested = gate.is_inside()  # asked here: another thread or task may encode
         self._flights = flights
         self._gate = gate
+        self._agree = agree
         self.claimed: list[Claim] = []
         self._entered = self._counted = self._left = False
+        self._seconds = 0.0
         self._error: Exception | None = None
 
     # An error isn't returned, and isn't kept by a frame of these: its traceback holds them, and
@@ -152,15 +195,20 @@ class Batch:
         """
         if not self.claimed:
             return
-        with self._landed_whatever_happens(), self._gate.turn(nested=self.nested) as turn:
-            if not turn.done():
-                self._require_no_running_loop()
-            turn.result()
-            with self._gate.inside(threading.get_ident()):
-                self._flights.drop_mismatched(self.claimed)
-                with modes.entered() if modes else contextlib.nullcontext(), torch.no_grad():
-                    output = self._enter(encode)
-                self._store_and_land(output)
+        with self._landed_whatever_happens():
+            store = self._flights.shared
+            if store is not None and self._land_fetched(store.fetch(self._keys())):
+                return
+            with self._gate.turn(nested=self.nested) as turn:
+                if not turn.done():
+                    self._require_no_running_loop()
+                turn.result()
+                with self._gate.inside(threading.get_ident()):
+                    self._flights.drop_mismatched(self.claimed)
+                    entered = modes.entered() if modes else contextlib.nullcontext()
+                    with entered, torch.no_grad(), self._timed():
+                        output = encode(self._features())
+                    self._store_and_land(output)
 
     def _require_no_running_loop(self) -> None:
         try:
@@ -169,15 +217,74 @@ class Batch:
             self.land_without(None)  # it is no error of those who wait for what it has claimed
             raise
 
-    async def encode_async(self, encode: Callable[[list[Any]], Any]) -> None:
-        """The same for an ``encode`` that is a coroutine function."""
-        with self._landed_whatever_happens(), self._gate.turn(nested=self.nested) as turn:
-            if not turn.done():
-                await asyncio.wrap_future(turn)
-            with self._gate.inside(current_task()):
-                self._flights.drop_mismatched(self.claimed)
-                output = await self._gate.without_grad(self._enter(encode))
-                self._store_and_land(output)
+    async def encode_async(self, encode: Callable[[list[Any]], Any], executor: Executor) -> None:
+        """The same for an ``encode`` that is a coroutine function.
+
+        Args:
+            encode: The function.
+            executor: Has threads for the store.
+        """
+        with self._landed_whatever_happens():
+            store = self._flights.shared
+            if store is not None and self._land_fetched(await self._fetch_in(executor, store)):
+                return
+            with self._gate.turn(nested=self.nested) as turn:
+                if not turn.done():
+                    await asyncio.wrap_future(turn)
+                with self._gate.inside(current_task()):
+                    self._flights.drop_mismatched(self.claimed)
+                    with self._timed():
+                        output = await self._gate.without_grad(encode(self._features()))
+                    self._store_and_land(output)
+
+    async def _fetch_in(self, executor: Executor, store: EmbeddingStore) -> Fetched:
+        """Fetches in a thread, which lands nothing: this task may be cancelled meanwhile."""
+        loop = asyncio.get_running_loop()
+        try:
+            fetching = loop.run_in_executor(executor, store.fetch, self._keys())
+        except RuntimeError:  # the interpreter or the executor is shutting down
+            return {}
+        return await fetching
+
+    def _keys(self) -> list[int]:
+        return [flight.key for _, flight in self.claimed if flight is not None]
+
+    def _land_fetched(self, fetched: Fetched) -> bool:
+        """Lands what the store had, on all ranks; returns whether that was all."""
+        hits, embeddings, rest = [], [], []
+        for claim, rows in zip(self.claimed, self._of_use(fetched), strict=True):
+            if rows is None:
+                rest.append(claim)
+            else:
+                hits.append(claim)
+                embeddings.append(rows)
+        if not hits:
+            return False
+        self._flights.drop_mismatched(hits)
+        self._flights.store(hits, embeddings)
+        self._flights.count_fetched([want for want, _ in hits], embeddings)
+        self._flights.land(hits, embeddings)
+        self.claimed = rest
+        for (want, _), embedding in zip(hits, embeddings, strict=True):
+            want.embedding, want.feature = embedding, None
+        return not rest
+
+    def _of_use(self, fetched: Fetched) -> list[torch.Tensor | None]:
+        """Returns what was fetched for each claim, or None."""
+        found = []
+        for want, flight in self.claimed:
+            rows = as_rows(fetched.get(flight.key)) if flight is not None else None
+            found.append(rows if rows is not None and want.fits(rows) else None)
+        if self._agree is None:
+            return found
+        missing = self._agree([rows is None for rows in found])
+        given_up = sum(
+            want.uses
+            for (want, _), rows, flag in zip(self.claimed, found, missing, strict=True)
+            if flag and rows is not None
+        )
+        self._flights.count_disagreements(given_up)
+        return [None if flag else rows for rows, flag in zip(found, missing, strict=True)]
 
     @contextlib.contextmanager
     def _landed_whatever_happens(self) -> Iterator[None]:
@@ -193,9 +300,17 @@ class Batch:
             self.land_without(None)
             raise
 
-    def _enter(self, encode: Callable[[list[Any]], Any]) -> Any:
+    def _features(self) -> list[Any]:
+        return [want.feature for want, _ in self.claimed]
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
         self._entered = True
-        return encode([want.feature for want, _ in self.claimed])
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds = perf_counter() - began
 
     def leave(self) -> None:
         """Says that nobody will ask for the error, which may come at any time."""
@@ -215,15 +330,22 @@ class Batch:
         claimed = self.claimed
         embeddings = self._copy_out(output)
         self._flights.store(claimed, embeddings)
-        for (want, _), embedding in zip(claimed, embeddings, strict=True):
+        for (want, flight), embedding in zip(claimed, embeddings, strict=True):
             want.embedding, want.feature = embedding, None
+            want.written = written_here([embedding])
+            if flight is not None:
+                flight.written = want.written
         self._land(embeddings)
+        if self._flights.shared is not None:
+            self._flights.offer(claimed, embeddings)
 
     def _copy_out(self, output: Any) -> list[torch.Tensor]:
         """Copies each embedding, so that none keeps a batch, a graph or a reused buffer."""
         lengths = [want.length for want, _ in self.claimed]
         with torch.inference_mode(False), torch.no_grad():  # others may not be in that mode
-            return [copy_out(rows) for rows in split_output(output, lengths)]
+            parts = split_output(output, lengths)
+            use_here(parts)
+            return [copy_out(rows) for rows in parts]
 
     def land_without(self, error: Exception | None) -> None:
         """Ends the flights that haven't ended, without embeddings.
@@ -244,11 +366,8 @@ class Batch:
             return
         if not self._counted:
             self._counted = True
-            encoded = [want for want, _ in claimed if want.embedding is not None]
-            self._flights.count(
-                encoded=len(encoded),
-                coalesced=sum(want.uses - 1 for want in encoded),
-                failures=self._entered and not encoded,
-            )
+            if self._entered:
+                encoded = [want for want, _ in claimed if want.embedding is not None]
+                self._flights.count_encode(encoded, self._seconds)
         self._flights.land(claimed, outcomes)
         self.claimed = []

@@ -7,10 +7,10 @@ counters alone, and around no call of the cache.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -18,6 +18,9 @@ from multimodal_cache._errors import Failure
 from multimodal_cache._outputs import as_rows
 from multimodal_cache.base import EmbeddingResult, MultimodalCache
 from multimodal_cache.stats import EncoderStats
+
+if TYPE_CHECKING:
+    from multimodal_cache.stores import EmbeddingStore
 
 Landed: TypeAlias = torch.Tensor | Failure | None
 """The embedding; or how an ``encode`` failed that had nothing else to do; or None: try again."""
@@ -33,6 +36,8 @@ class Want:
     uses: int = 1  # the number of features
     embedding: torch.Tensor | None = None
     mismatched: bool = False  # the cache has it with another length
+    # What makes the embedding readable on the caller's current stream, if another one wrote it.
+    written: Callable[[], object] | None = None
 
     def fits(self, embedding: torch.Tensor) -> bool:
         """Returns whether an embedding has the length that is wanted."""
@@ -47,6 +52,7 @@ class Flight:
     length: int | None
     generation: Any
     landed: Future[Landed] = field(default_factory=Future)
+    written: Callable[[], object] | None = None  # as of a want
 
     def __post_init__(self) -> None:
         self.landed.set_running_or_notify_cancel()  # a waiter that is cancelled can't cancel it
@@ -61,31 +67,31 @@ class Flights:
 
     Args:
         cache: As for ``CachedEncoder``.
+        shared: The store that is asked for what isn't there, or None.
 
     Attributes:
+        shared: The same.
         by_key: Those that haven't landed.
         landings: The number of landings so far: who has looked into the cache and then finds it
             changed must look again.
     """
 
-    def __init__(self, cache: MultimodalCache) -> None:
+    def __init__(self, cache: MultimodalCache, shared: EmbeddingStore | None = None) -> None:
         self._cache = cache
+        self.shared = shared
         self._lock = threading.RLock()  # a finalizer may call back
         self.by_key: dict[int, Flight] = {}
         self.landings = 0
-        self._calls = self._hits = self._encoded = self._coalesced = 0
-        self._row_mismatches = self._failures = 0
+        self._calls = self._row_mismatches = self._encodes = self._failures = 0
+        self._encode_seconds = 0.0
+        self._hits = self._fetched = self._encoded = self._coalesced = self._disagreements = 0
+        self._hit_tokens = self._fetched_tokens = 0
+        self._encoded_tokens = self._coalesced_tokens = 0
 
-    def look_up(self, wants: Iterable[Want], *, calls: int) -> list[Want]:
-        """Looks up what has no embedding yet; returns what is missing.
-
-        Args:
-            wants: Of one call.
-            calls: How many calls to count: 1 for the first time, 0 for another round.
-        """
+    def look_up(self, wants: Iterable[Want]) -> tuple[list[Want], list[Want]]:
+        """Looks up what has no embedding yet; returns what was found, and what is missing."""
         get_single = self._cache.get_single
-        missing = []
-        hits = 0
+        found_now, missing = [], []
         for want in wants:
             if want.embedding is not None:
                 continue
@@ -93,14 +99,31 @@ class Flights:
             embedding = None if found is None else as_rows(found.embedding)
             if embedding is not None and want.fits(embedding):
                 want.embedding = embedding
-                hits += want.uses
+                found_now.append(want)
             else:
                 want.mismatched = found is not None
                 missing.append(want)
+        return found_now, missing
+
+    def count_look_up(self, found: Iterable[Want], *, calls: int) -> None:
+        """Counts hits; what has no embedding any more was given up, as another rank has it not.
+
+        Args:
+            found: What ``look_up`` found.
+            calls: How many calls to count: 1 for the first time, 0 for another round.
+        """
+        hits = tokens = given_up = 0
+        for want in found:
+            if want.embedding is None:
+                given_up += want.uses
+            else:
+                hits += want.uses
+                tokens += want.uses * want.embedding.shape[0]
         with self._lock:
             self._calls += calls
             self._hits += hits
-        return missing
+            self._hit_tokens += tokens
+            self._disagreements += given_up
 
     def claim(
         self,
@@ -173,6 +196,14 @@ class Flights:
                 options = {} if generation is None else {"generation": generation}
                 self._cache.set(flight.key, result, None, **options)
 
+    def offer(self, claimed: Iterable[Claim], embeddings: Iterable[torch.Tensor]) -> None:
+        """Offers embeddings to the store, but none that ``clear()`` has made an old one."""
+        assert self.shared is not None
+        generation = getattr(self._cache, "generation", None)
+        for (_, flight), embedding in zip(claimed, embeddings, strict=True):
+            if flight is not None and flight.generation == generation:
+                self.shared.offer(flight.key, embedding)
+
     def land(self, claimed: Sequence[Claim], outcomes: Sequence[Landed]) -> None:
         """Ends flights, and gives those who wait their outcome.
 
@@ -185,12 +216,38 @@ class Flights:
             if flight is not None and not flight.landed.done():
                 flight.landed.set_result(outcome)
 
-    def count(self, *, encoded: int = 0, coalesced: int = 0, failures: int = 0) -> None:
-        """Adds to the counters, of features and of encodes."""
+    def count_encode(self, encoded: Sequence[Want], seconds: float) -> None:
+        """Counts a call of ``encode`` that has ended; of a failed one nothing is ``encoded``."""
+        embeddings = [want.embedding for want in encoded if want.embedding is not None]
+        tokens, coalesced, coalesced_tokens = _shared_out(encoded, embeddings)
         with self._lock:
-            self._encoded += encoded
+            self._encodes += 1
+            self._encode_seconds += seconds
+            self._failures += not encoded
+            self._encoded += len(encoded)
+            self._encoded_tokens += tokens
             self._coalesced += coalesced
-            self._failures += failures
+            self._coalesced_tokens += coalesced_tokens
+
+    def count_fetched(self, fetched: Sequence[Want], embeddings: Sequence[torch.Tensor]) -> None:
+        """Counts what the store had."""
+        tokens, coalesced, coalesced_tokens = _shared_out(fetched, embeddings)
+        with self._lock:
+            self._fetched += len(fetched)
+            self._fetched_tokens += tokens
+            self._coalesced += coalesced
+            self._coalesced_tokens += coalesced_tokens
+
+    def count_disagreements(self, features: int) -> None:
+        """Counts what the store had, and is given up, as that of another rank had it not."""
+        with self._lock:
+            self._disagreements += features
+
+    def count_coalesced(self, features: int, tokens: int) -> None:
+        """Counts what other calls have encoded."""
+        with self._lock:
+            self._coalesced += features
+            self._coalesced_tokens += tokens
 
     def stats(self) -> EncoderStats:
         """Returns a consistent snapshot of the counters."""
@@ -198,8 +255,27 @@ class Flights:
             return EncoderStats(
                 calls=self._calls,
                 hits=self._hits,
+                hit_tokens=self._hit_tokens,
+                fetched=self._fetched,
+                fetched_tokens=self._fetched_tokens,
                 encoded=self._encoded,
+                encoded_tokens=self._encoded_tokens,
                 coalesced=self._coalesced,
+                coalesced_tokens=self._coalesced_tokens,
+                encodes=self._encodes,
+                encode_seconds=self._encode_seconds,
                 row_mismatches=self._row_mismatches,
                 failures=self._failures,
+                disagreements=self._disagreements,
             )
+
+
+def _shared_out(wants: Sequence[Want], embeddings: Sequence[torch.Tensor]) -> tuple[int, int, int]:
+    """Returns the tokens, the features that share the embedding of another, and their tokens."""
+    tokens = coalesced = coalesced_tokens = 0
+    for want, embedding in zip(wants, embeddings, strict=True):
+        rows = embedding.shape[0]
+        tokens += rows
+        coalesced += want.uses - 1
+        coalesced_tokens += (want.uses - 1) * rows
+    return tokens, coalesced, coalesced_tokens

@@ -60,8 +60,12 @@ def content_of_parts(parts: Iterable[Bytes], *, parallel: bool = False) -> bytes
 
 def digest(data: Bytes) -> bytes:
     """Returns the BLAKE3 hash."""
-    max_threads = _max_threads if len(data) >= PARALLEL_BYTES else 1
-    return blake3(data, max_threads=max_threads).digest()
+    return blake3(data, max_threads=threads_for(len(data))).digest()
+
+
+def threads_for(size: int) -> int:
+    """Returns how many threads BLAKE3 may use for so many bytes."""
+    return _max_threads if size >= PARALLEL_BYTES else 1
 
 
 def type_name(value: object) -> str:

@@ -19,13 +19,22 @@ from typing import Any, TypeVar
 import torch
 
 from multimodal_cache._modes import outside_graphs
-from multimodal_cache._tensors import QUANTISED, dense_storage, plain_tensor, require_memory
+from multimodal_cache._tensors import (
+    QUANTISED,
+    dense_storage,
+    plain_tensor,
+    require_memory,
+    torch_has_none,
+)
 from multimodal_cache.base import EmbeddingResult, EmbeddingTypeError
 
 T = TypeVar("T")
 Replacements = dict[int, Callable[[], torch.Tensor]]  # by the id of the tensor replaced
 # Says of a tensor that must be copied how many bytes its copy takes, and what makes it.
 Copier = Callable[[torch.Tensor], tuple[int, Callable[[], torch.Tensor]]]
+
+# Such as XPU, whose storages don't say that they are shared.
+_HAS_OTHER_DEVICES = torch.get_device_module() not in (torch.cpu, torch.cuda)
 
 _NOT_RECORDS = (list, tuple, dict, type)
 """Their instances hold more than their attributes, which would go uncounted."""
@@ -38,7 +47,7 @@ def copy_beside(tensor: torch.Tensor) -> tuple[int, Callable[[], torch.Tensor]]:
 
 def plan_ownership(
     result: Any, *, copy_all: bool, copier: Copier = copy_beside
-) -> tuple[int, Replacements]:
+) -> tuple[int, Replacements | None]:
     """Plans how to store a result; changes nothing.
 
     A tensor stays as it is when it covers all of a storage that torch allocated; otherwise
@@ -54,7 +63,8 @@ def plan_ownership(
 
     Returns:
         The bytes of storage that the stored result will keep alive, each storage once; and
-        what makes the tensors to be stored in place of those that can't be.
+        what makes the tensors to be stored in place of those that can't be. None in place of that
+        is for a result on the CPU that can be stored as it is.
 
     Raises:
         EmbeddingTypeError: ``result`` isn't such an object, or has a tensor whose memory
@@ -74,7 +84,7 @@ def plan_ownership(
                     nbytes == tensor.nbytes
                     and storage.data_ptr()  # neither freed nor without memory (meta, a stand-in)
                     and storage.resizable()
-                    and not (storage.is_shared() and tensor.is_cpu)
+                    and not ((shared := storage.is_shared()) and tensor.is_cpu)
                     and tensor.dtype not in QUANTISED
                     and not tensor.is_nested
                     and not tensor.requires_grad
@@ -82,7 +92,9 @@ def plan_ownership(
                     and not tensor.__dict__
                     and tensor._base is None
                 ):
-                    return nbytes, {}
+                    # What is on CUDA is always shared: on the CPU this is no question more.
+                    elsewhere = shared or (_HAS_OTHER_DEVICES and not tensor.is_cpu)
+                    return nbytes, {} if elsewhere else None
         except (AttributeError, KeyError, RuntimeError):  # no storage (sparse, torch.func), maybe
             pass
     return _plan_with_care(result, copy_all, copier)
@@ -91,12 +103,12 @@ def plan_ownership(
 @outside_graphs
 def _plan_with_care(
     result: Any, copy_all: bool, copier: Copier = copy_beside
-) -> tuple[int, Replacements]:
+) -> tuple[int, Replacements | None]:
     """Plans for results of all kinds."""
     total = 0
     replacements: Replacements = {}
     kept = set()
-    tensors = _tensors(result)
+    tensors = tensors_in(result)
     for tensor in tensors:
         try:
             storage = dense_storage(tensor)
@@ -121,15 +133,21 @@ def _plan_with_care(
         total += nbytes
     if replacements and not _has_only_its_embedding(result):
         _rehearse(result, replacements)
+    if not replacements and all(tensor.is_cpu for tensor in tensors):
+        return total, None
     return total, replacements
 
 
 def replace_tensors(result: Any, replacements: Replacements) -> Any:
     """Returns a shallow copy of a result, with its tensors replaced and all else the same.
 
+    Where nothing is replaced, it is the result itself.
+
     Raises:
         RuntimeError: Torch could not copy a tensor, for want of memory perhaps.
     """
+    if not replacements:
+        return result
     new = {key: replacement() for key, replacement in replacements.items()}
     if _has_only_its_embedding(result):
         twin = object.__new__(type(result))
@@ -185,7 +203,7 @@ def copy_out(
     try:
         return clone(source)
     except RuntimeError as error:  # the sub-byte dtypes can't be copied, but their bytes can
-        if "not implemented for" not in str(error):  # only newer torch has a type for that
+        if not torch_has_none(error):
             raise
         return clone(source.view(torch.uint8)).view(source.dtype)
 
@@ -237,7 +255,7 @@ def _small_one_like(tensor: torch.Tensor) -> torch.Tensor:
 # All the tensors of a result
 
 
-def _tensors(result: Any) -> Collection[torch.Tensor]:
+def tensors_in(result: Any) -> Collection[torch.Tensor]:
     """Returns the distinct tensors of a result."""
     attributes = {}
     if not isinstance(result, _NOT_RECORDS):

@@ -17,6 +17,14 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return torch.Tensor.as_subclass(tensor, torch.Tensor)
 
 
+def torch_has_none(error: Exception) -> bool:
+    """Whether torch raised it since it has no such operation for a dtype.
+
+    It has a type for that only since 2.6; before, the message says it.
+    """
+    return isinstance(error, NotImplementedError) or "not implemented for" in str(error)
+
+
 def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
     """Whether it is a tensor that is neither sparse, nested nor without elements (meta)."""
     return (

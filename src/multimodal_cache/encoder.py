@@ -9,7 +9,7 @@ import inspect
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn, SupportsIndex, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,12 @@ from multimodal_cache._modes import Modes
 from multimodal_cache.base import MultimodalCache, as_int, ordered_items, single_key
 from multimodal_cache.keys import hash_feature
 from multimodal_cache.stats import EncoderStats
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from multimodal_cache.parallel import Ranks
+    from multimodal_cache.stores import EmbeddingStore
 
 T = TypeVar("T")
 EncoderOutput: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
@@ -63,8 +69,9 @@ class CachedEncoder:
             must allow that, or ``max_concurrency`` be 1. Autocast and the like have no part in a
             key: what changes them belongs in ``namespace``. It may reuse an output buffer, since
             each embedding is copied out of what it returns, if its own calls don't overlap. It may
-            be a coroutine function (``async def``), for ``encode_async``. On a GPU it must leave
-            its output to the current stream; nothing is synchronised for those who wait.
+            be a coroutine function (``async def``), for ``encode_async``. On a GPU its output must
+            be ready on its own thread's current stream; the current streams of those who get the
+            embeddings wait for that one, and the CPU waits for nothing.
         namespace: As for ``hash_feature``: whatever changes the embedding and isn't in the
             feature. It has no part in keys that are given, or made by ``key``: those must tell
             models and options apart themselves.
@@ -76,13 +83,24 @@ class CachedEncoder:
             that of the threads that ``encode_async`` has for a plain ``encode``, which is
             ``min(32, os.cpu_count() + 4)``. An ``encode`` inside another one is a part of that,
             and has a thread beyond those if it needs one.
+        group: The process group of the tensor-parallel ranks on which each call is made, where
+            ``encode`` has collectives in it: these hang if the ranks don't encode the same list.
+            Each call then agrees with the other ranks, so that what one of them misses is missing
+            on all: it is encoded anew, while the caches that have it keep what they have. All ranks
+            make the same calls in the same order, one at a time, and not by ``encode_async``; they
+            get a RuntimeError if they were called with different keys or lengths, or if a call
+            fails on one of them before ``encode``. A rank that doesn't call at all is the group's
+            own timeout. An ``encode`` that fails on one rank raises there. A CPU group (gloo) costs
+            least; on NCCL the message goes through the current device. None, and a group of one
+            rank, send nothing.
 
     An encoder can be neither pickled nor copied. ``close()``, or the end of its ``with`` block,
     ends its threads.
 
     Raises:
         TypeError: ``cache`` has no ``get_single`` or is a class, ``encode`` or ``key`` can't be
-            called, ``namespace`` is neither str nor bytes, or ``max_concurrency`` is no int.
+            called, ``namespace`` is neither str nor bytes, ``max_concurrency`` is no int, or
+            ``store`` is no ``EmbeddingStore``.
         ValueError: ``max_concurrency`` is below 1.
     """
 
@@ -94,6 +112,8 @@ class CachedEncoder:
         namespace: str | bytes = "",
         key: Callable[[Any], SupportsIndex | None] | None = None,
         max_concurrency: int | None = None,
+        group: ProcessGroup | None = None,
+        store: EmbeddingStore | None = None,
     ) -> None:
         _require_cache(cache, encode)
         if not callable(encode):
@@ -105,12 +125,17 @@ class CachedEncoder:
             max_concurrency = as_int("max_concurrency", max_concurrency)
             if max_concurrency < 1:
                 raise ValueError(f"max_concurrency must be 1 or more, got {max_concurrency}")
+        self._ranks = None if group is None else _ranks_of(group)
+        if store is not None:
+            _require_store(store)
         self._cache = cache
         self._encode = encode
         self._is_async = _is_coroutine_function(encode)
+        if self._is_async and group is not None:
+            raise TypeError("with a group, encode must be a plain function, got an async one")
         self._namespace = namespace
         self._key = key
-        self._flights = Flights(cache)
+        self._flights = Flights(cache, store)
         self._gate = Gate(max_concurrency)
         self._tasks: set[asyncio.Task[None]] = set()
         # Not that of the loop, which may be full of synchronous calls that wait for a flight.
@@ -154,12 +179,24 @@ class CachedEncoder:
                 this call waited for, elsewhere: then in an error of this call's own, also where
                 the first caller's feature was at fault. Failures aren't remembered.
         """
-        self._gate.require_open()
         if self._is_async:
             raise TypeError("encode is a coroutine function: await encode_async(...) instead")
+        if self._ranks is not None:
+            with self._ranks.call():
+                return self._embed(features, mm_hashes, num_tokens)
+        return self._embed(features, mm_hashes, num_tokens)
+
+    def _embed(
+        self,
+        features: Iterable[Any],
+        mm_hashes: Iterable[SupportsIndex | None] | None,
+        num_tokens: Iterable[SupportsIndex] | None,
+    ) -> list[torch.Tensor]:
+        self._gate.require_open()
         items = _features(features)
         lengths = _lengths(items, num_tokens)
-        call = Call(self._flights, self._gate, items, self._keys(items, mm_hashes), lengths)
+        keys = self._keys(items, mm_hashes)
+        call = Call(self._flights, self._gate, items, keys, lengths, self._ranks)
         try:
             while (batch := call.next_batch()) is not None:
                 batch.encode(self._encode)
@@ -207,6 +244,8 @@ class CachedEncoder:
             Exception: As for a call.
         """
         self._gate.require_open()
+        if self._ranks is not None:
+            raise RuntimeError("with a group, calls come one at a time: not by encode_async")
         modes = None if self._is_async else Modes()  # before anything is awaited
         items = _features(features)
         lengths = _lengths(items, num_tokens)
@@ -295,12 +334,12 @@ class CachedEncoder:
             del encoding  # it may hold an error, whose traceback holds this frame
 
     def _begin_elsewhere(self, batch: Batch, modes: Modes | None) -> asyncio.Future[None]:
+        executor = self._nested_executor if batch.nested else self._executor
         if not self._is_async:
             run = contextvars.copy_context().run
             loop = asyncio.get_running_loop()
-            executor = self._nested_executor if batch.nested else self._executor
             return loop.run_in_executor(executor, run, batch.encode, self._encode, modes)
-        task = asyncio.ensure_future(batch.encode_async(self._encode))
+        task = asyncio.ensure_future(batch.encode_async(self._encode, executor))
         self._tasks.add(task)  # the loop itself would let go of it
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: batch.land_without(None))  # if it never began
@@ -308,6 +347,12 @@ class CachedEncoder:
 
 
 # Arguments
+
+
+def _ranks_of(group: object) -> Ranks | None:
+    from multimodal_cache.parallel import ranks_of  # torch.distributed is imported by who uses it
+
+    return ranks_of(group)
 
 
 def _require_cache(cache: Any, encode: Any) -> None:
@@ -319,6 +364,14 @@ def _require_cache(cache: Any, encode: Any) -> None:
         swapped = callable(getattr(encode, "get_single", None))
         advice = ": the order is CachedEncoder(cache, encode)" if swapped else ""
         raise TypeError(f"cache must be a MultimodalCache, got {type(cache).__name__}{advice}")
+
+
+def _require_store(store: Any) -> None:
+    from multimodal_cache.stores import EmbeddingStore
+
+    if not isinstance(store, EmbeddingStore):
+        kind = f"the class {store.__name__}" if isinstance(store, type) else type(store).__name__
+        raise TypeError(f"store must be an EmbeddingStore or None, got {kind}")
 
 
 def _one_for_each(name: str, items: Iterable[T], features: Sequence[Any]) -> tuple[T, ...]:

@@ -9,11 +9,17 @@ import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 
-from multimodal_cache._ownership import Replacements, plan_ownership, replace_tensors
+from multimodal_cache._ownership import (
+    Replacements,
+    plan_ownership,
+    replace_tensors,
+    tensors_in,
+)
+from multimodal_cache._streams import use_here, written_here
 from multimodal_cache.base import (
     CombinedHash,
     EmbeddingResult,
@@ -26,13 +32,19 @@ from multimodal_cache.base import (
 from multimodal_cache.leases import Ended, Lease
 from multimodal_cache.stats import CacheStats
 
+if TYPE_CHECKING:
+    from multimodal_cache.trace import Trace
+
 logger = logging.getLogger(__name__)
 
 _Items = tuple[int, ...] | None  # what a key says that it stands for; a plain int says nothing
 # The result, its key, the bytes that it is charged, its items; and, None for most, what else a
 # hit of it does: a call, which may raise KeyError. (In host memory: how to bring it back.)
 _Entry = tuple[EmbeddingResult, int, int, _Items, Any]
-_Evicted = list[tuple[int, EmbeddingResult]] | None  # what on_evict is to hear, if there is one
+# What on_evict is to hear, if there is one, and what makes it readable on the current stream.
+_Evicted = list[tuple[int, EmbeddingResult, Any]] | None
+
+_Plan = Replacements | None  # of the copies to be made; None if there is nothing to do
 
 _NO_KEY = -1j  # no int is equal to it
 
@@ -104,9 +116,12 @@ class MultiModalStaticCache(MultimodalCache):
     call the cache.
 
     CUDA: copies run on the current stream of the calling thread, on which the tensors given to
-    ``set`` must be ready. Nothing is synchronised and no stream is recorded: who reads an
-    entry on another stream waits for the writer, and keeps the result (or calls
-    ``record_stream``) until the read is done, since an evicted tensor's memory is used again.
+    ``set`` must be ready; the CPU waits for nothing. ``get`` and ``get_single`` may be called on
+    any stream: the caller's current stream waits for the writer's, and what it reads of the result
+    is safe from eviction if it was launched while the caller had the result. Only for another
+    stream than that of the call the caller must see to it itself, as with any tensor: so for what
+    it takes from ``mm_cache``. Not while a CUDA graph is captured: look up before. It is the same
+    for other accelerators of torch that have streams; one that has none (MPS) needs nothing.
 
     Attributes:
         mm_cache: The results by key, the least recent first. For reading only.
@@ -120,13 +135,15 @@ class MultiModalStaticCache(MultimodalCache):
         on_evict: Called as ``on_evict(mm_hash, result)`` for each entry evicted to make room,
             by ``set`` or ``resize``, after the lock is released, on the thread that evicted.
             (If a finalizer that runs under the lock makes room, it is held for that call too.)
-            ``mm_hash`` is the ``CombinedHash`` where the entry had one. The evicted results
+            ``mm_hash`` is the ``CombinedHash`` where the entry had one. The result is as that of a
+            hit for the current stream. The evicted results
             live until it has run, so memory can pass the budget for that moment. An exception
             in it is logged and swallowed. It may run after a ``clear`` that came meanwhile: a
             second cache that it fills must not take what is older than the weights.
+        trace: A ``multimodal_cache.trace.Trace`` of its own that records what is requested.
 
     Raises:
-        TypeError: ``max_size`` isn't an int, or ``on_evict`` isn't callable.
+        TypeError: ``max_size`` isn't an int, ``on_evict`` isn't callable, or ``trace`` no trace.
         ValueError: ``max_size`` is negative.
     """
 
@@ -138,7 +155,10 @@ class MultiModalStaticCache(MultimodalCache):
         *,
         copy: bool = False,
         on_evict: Callable[[int, EmbeddingResult], object] | None = None,
+        trace: Trace | None = None,
     ) -> None:
+        if trace is not None and not hasattr(trace, "hit_of"):
+            raise TypeError(f"trace must be a Trace, got {type(trace).__name__}")
         if on_evict is not None and not callable(on_evict):
             raise TypeError(f"on_evict must be callable, got {type(on_evict).__name__}")
         self.mm_cache: OrderedDict[int, EmbeddingResult] = OrderedDict()
@@ -156,11 +176,12 @@ class MultiModalStaticCache(MultimodalCache):
         self._room = self._max_size  # what isn't leased
         self._copy = copy
         self._on_evict = on_evict
+        self._trace = trace
         self._generation = 0
         self._warned_of_size = False
         self._hits_to_come = itertools.repeat(None, sys.maxsize)  # next() is exact in all threads
-        self._misses = self._insertions = 0
-        self._evictions = self._evicted_bytes = self._rejections = self._collisions = 0
+        self._misses = self._insertions = self._inserted_bytes = self._collisions = 0
+        self._evictions = self._evicted_bytes = self._rejections = self._rejected_bytes = 0
         self._lock = threading.RLock()
 
     @property
@@ -306,13 +327,17 @@ class MultiModalStaticCache(MultimodalCache):
         if key is None:
             return False
         evicted: _Evicted = None if self._on_evict is None else []
+        stored, trace = None, self._trace
+        hit = None if trace is None else trace.hit_of(key, nbytes, is_list=items is not None)
         try:
-            entry = (embedding, key, nbytes, items, None)
+            entry = (embedding, key, nbytes, items, hit)
             stored = self._admit(entry, replacements, generation, evicted)
         except _OutOfMemoryError as error:
             logger.warning("an embedding of %d bytes was not cached: %s", nbytes, error)
             return False
         finally:
+            if trace is not None:
+                trace.after_set(key, bool(stored))
             if evicted:
                 self._report(evicted)
         if stored is None:
@@ -352,9 +377,14 @@ class MultiModalStaticCache(MultimodalCache):
         key, items = split_key(mm_hash)
         if key is None:
             return False
+        trace = self._trace
         with self._lock:
             self._mend()
+            if trace is not None:
+                trace.forget(key)
             freed = None if self._collides(key, items) else self._remove(key)
+        if trace is not None:
+            trace.tend()
         return freed is not None
 
     def clear(self) -> None:
@@ -367,6 +397,8 @@ class MultiModalStaticCache(MultimodalCache):
         with self._lock:
             self._mend()
             self._generation += 1
+            if self._trace is not None:
+                self._trace.forget(None)
             dropped = list(map(self._remove, list(self.mm_cache)))
         del dropped  # after the lock is released, since it can run finalizers
 
@@ -437,9 +469,11 @@ class MultiModalStaticCache(MultimodalCache):
                 hits=sys.maxsize - operator.length_hint(self._hits_to_come),
                 misses=self._misses,
                 insertions=self._insertions,
+                inserted_bytes=self._inserted_bytes,
                 evictions=self._evictions,
                 evicted_bytes=self._evicted_bytes,
                 rejections=self._rejections,
+                rejected_bytes=self._rejected_bytes,
                 collisions=self._collisions,
                 entries=len(self.mm_cache),
                 current_size=self._current_size,
@@ -501,8 +535,8 @@ class MultiModalStaticCache(MultimodalCache):
     # A `with` that takes the lock has no loop in it but `while True`: CPython 3.12, and 3.13.0,
     # leave the jump back of others out of the `with`, and a signal handler may raise right there.
 
-    def _admit(  # noqa: C901  # a call for one of the steps costs a set 2 %
-        self, entry: _Entry, replacements: Replacements, generation: int | None, evicted: _Evicted
+    def _admit(  # noqa: C901  # a step a turn, and each is one question
+        self, entry: _Entry, replacements: _Plan, generation: int | None, evicted: _Evicted
     ) -> bool | None:
         """Takes an entry through steps 1 to 4 of its life, under the lock, one step a turn.
 
@@ -526,14 +560,15 @@ class MultiModalStaticCache(MultimodalCache):
                     self.mm_cache.move_to_end(key)
                     return True
                 elif nbytes > self._room or (collides and key in self._leased):
-                    return self._refuse(collides)
+                    self._collisions += collides
+                    return self._reject(entry)
                 elif collides:
                     self._collisions += 1
                     self._remove(key)
                 elif self._current_size + nbytes > self._max_size:
                     self._evict_oldest(evicted)
-                elif replacements:
-                    entry, replacements = self._own(entry, replacements), {}
+                elif replacements is not None:
+                    entry, replacements = self._own(entry, replacements), None
                 else:
                     self._changing = key
                     self._entries[key] = entry
@@ -544,26 +579,39 @@ class MultiModalStaticCache(MultimodalCache):
                         self._room -= nbytes
                     self.mm_cache[key] = entry[0]
                     self._changing = None
-                    self._insertions += 1
-                    return True
+                    return self._count_insertion(key, nbytes)
 
-    def _refuse(self, collides: bool) -> bool | None:
-        """Counts a value for which there is no room, and returns what says so."""
+    def _count_insertion(self, key: int, nbytes: int) -> bool:
+        self._insertions += 1
+        self._inserted_bytes += nbytes
+        if self._trace is not None:
+            self._trace.request(key, nbytes)
+        return True
+
+    def _reject(self, entry: _Entry) -> bool | None:
         self._rejections += 1
-        self._collisions += collides
+        self._rejected_bytes += entry[2]
+        if self._trace is not None:
+            self._trace.request(entry[1], entry[2])
         return None
 
     def _own(self, entry: _Entry, replacements: Replacements) -> _Entry:
-        """Replaces tensors; counts a rejection if there is no memory for them."""
+        """Replaces tensors, and marks what a hit on another stream must wait for.
+
+        Counts a rejection if there is no memory for them.
+        """
+        result, key, nbytes, items, use = entry
+        use_here(tensors_in(result))  # it may have been allocated on another stream
         try:
-            return (replace_tensors(entry[0], replacements), *entry[1:])
+            owned = replace_tensors(result, replacements)
         except RuntimeError as error:
             # Only CUDA's error has a type of its own; the CPU allocator says it in words.
             words = ("you tried to allocate", "out of memory")
             if isinstance(error, torch.OutOfMemoryError) or any(w in str(error) for w in words):
-                self._rejections += 1
+                self._reject(entry)
                 raise _OutOfMemoryError(error) from error
             raise
+        return owned, key, nbytes, items, written_here(tensors_in(owned), use)
 
     def _look_up(self, key: int | None, items: _Items) -> EmbeddingResult | None:
         """Looks up under the lock: all that isn't a hit without it."""
@@ -593,7 +641,7 @@ class MultiModalStaticCache(MultimodalCache):
     # nothing calls back while the tables disagree. But a signal handler may raise there (Ctrl-C,
     # on Python 3.10): `_changing` says so to whoever comes next under the lock.
 
-    def _remove(self, key: int) -> _Entry | None:
+    def _remove(self, key: int) -> tuple[Any, ...] | None:
         """Takes an entry out of the books and returns it, or more, for the caller to drop."""
         if self._changing is not None:
             self._mend()
@@ -721,8 +769,8 @@ class MultiModalStaticCache(MultimodalCache):
         self._evictions += 1
         self._evicted_bytes += entry[2]
         if evicted is not None:
-            result, _, _, items, _ = entry
-            evicted.append((key if items is None else CombinedHash(items), result))
+            result, _, _, items, use = entry[:5]
+            evicted.append((key if items is None else CombinedHash(items), result, use))
 
     def _warn_of_size(self, nbytes: int) -> None:
         """Says once that the budget is below one embedding; one of 0 is meant to be."""
@@ -737,9 +785,11 @@ class MultiModalStaticCache(MultimodalCache):
                 max_size,
             )
 
-    def _report(self, evicted: list[tuple[int, EmbeddingResult]]) -> None:
-        for mm_hash, result in evicted:
+    def _report(self, evicted: list[tuple[int, EmbeddingResult, Any]]) -> None:
+        for mm_hash, result, use in evicted:
             try:
+                if use is not None:
+                    use()
                 self._on_evict(mm_hash, result)  # type: ignore[misc]  # else nothing is in the list
             except Exception:
                 logger.exception("on_evict failed for the key %#x", mm_hash)

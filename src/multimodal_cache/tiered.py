@@ -7,11 +7,12 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 
 from multimodal_cache._ownership import Replacements, copy_out, plan_ownership
+from multimodal_cache._streams import Mark, module_of
 from multimodal_cache.base import EmbeddingResult, as_size
 from multimodal_cache.static_cache import (
     MultiModalStaticCache,
@@ -20,8 +21,12 @@ from multimodal_cache.static_cache import (
     _Evicted,
     _Items,
     _OutOfMemoryError,
+    _Plan,
 )
 from multimodal_cache.stats import CacheStats
+
+if TYPE_CHECKING:
+    from multimodal_cache.trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +75,9 @@ class TieredCache(MultiModalStaticCache):
     charged alike. The copies of CUDA tensors are pinned, and torch rounds such memory up to a power
     of two, which is what the host is charged: give it at least twice ``max_size``.
 
-    CUDA: copies to the host are launched on the current stream, without a synchronisation, and what
-    goes back waits for them on its own stream. So the values in ``host`` may be read by the CPU
-    only after a synchronisation.
+    CUDA: as in the plain class. Copies to the host are launched on the current stream, without a
+    synchronisation, and what goes back waits for them on its own stream. So the values in ``host``,
+    and what ``on_evict`` gets, may be read by the CPU only after a synchronisation.
 
     Threads, signals and ownership are as in the plain class; both tiers have one lock, and a hit on
     the device takes none. What leaves the device to make room, also for what ``get`` brings back,
@@ -90,9 +95,11 @@ class TieredCache(MultiModalStaticCache):
             buffer. (Host memory always holds copies.)
         on_evict: As in the plain class, for each entry that leaves the whole to make room, with its
             copy in host memory.
+        trace: As in the plain class; the requests to the whole, once each.
 
     Raises:
-        TypeError: ``max_size`` or ``host_size`` isn't an int, or ``on_evict`` isn't callable.
+        TypeError: ``max_size`` or ``host_size`` isn't an int, ``on_evict`` isn't callable, or
+            ``trace`` no trace.
         ValueError: ``max_size`` is negative, or ``host_size`` is less than ``max_size``.
 
     The copies between a CUDA device and pinned memory have not been run on a device yet.
@@ -105,9 +112,10 @@ class TieredCache(MultiModalStaticCache):
         *,
         copy: bool = False,
         on_evict: Callable[[int, EmbeddingResult], object] | None = None,
+        trace: Trace | None = None,
     ) -> None:
         super().__init__(max_size, copy=copy)
-        self.host: MultiModalStaticCache = _HostMemory(self, host_size, on_evict)
+        self.host: MultiModalStaticCache = _HostMemory(self, host_size, on_evict, trace)
         self._require_room_behind(self._max_size)
 
     @property
@@ -159,7 +167,9 @@ class TieredCache(MultiModalStaticCache):
             host_hits=host.hits,
             misses=host.misses,
             insertions=host.insertions,
+            inserted_bytes=host.inserted_bytes,
             rejections=host.rejections,
+            rejected_bytes=host.rejected_bytes,
             collisions=host.collisions,
         )
 
@@ -197,13 +207,13 @@ class TieredCache(MultiModalStaticCache):
         return broken
 
     def _admit(
-        self, entry: _Entry, replacements: Replacements, generation: int | None, evicted: _Evicted
+        self, entry: _Entry, replacements: _Plan, generation: int | None, evicted: _Evicted
     ) -> bool:
         result, key, _, items, _ = entry
         origin = _Origin()
         nbytes, copies = plan_ownership(result, copy_all=True, copier=origin.plan_host_copy)
         leaving: _Evicted = None if self.host._on_evict is None else []
-        why_not = ""
+        stored, here, why_not = None, False, ""
         try:
             with self._lock:
                 self._mend()
@@ -215,11 +225,13 @@ class TieredCache(MultiModalStaticCache):
                     if held[4] is not origin:  # it was there before, and keeps its value
                         entry, replacements = _entry_to_bring_back(held)
                     try:
-                        why_not = self._stay(entry, replacements, left)
+                        why_not = self._stay(entry, replacements, left, held)
                     except _OutOfMemoryError as error:
                         why_not = str(error)
                 here = key in self.host._entries
         finally:
+            if self.host._trace is not None:
+                self.host._trace.after_set(key, bool(stored and here))
             if leaving:
                 self.host._report(leaving)
         if stored is None:
@@ -246,7 +258,7 @@ class TieredCache(MultiModalStaticCache):
             else:
                 next(host._hits_to_come)
                 try:
-                    host.mm_cache.move_to_end(key)  # type: ignore[arg-type]
+                    self._hit_of(held)()  # type: ignore[arg-type]  # it was found
                 except KeyError:
                     pass  # a finalizer has freed the entry since
         if why_not:
@@ -258,10 +270,10 @@ class TieredCache(MultiModalStaticCache):
     # it may not be put on the device after: `_generation` counts what has left. It is read before
     # the host is, since the garbage collector can run finalizers in between.
 
-    def _stay(self, entry: _Entry, replacements: Replacements, left: int) -> str:
+    def _stay(self, entry: _Entry, replacements: _Plan, left: int, held: _Entry) -> str:
         """Puts on the device what the host has, if it fits; else says why not, at most once."""
-        use = functools.partial(self.host.mm_cache.move_to_end, entry[1])
-        stored = super()._admit((*entry[:4], use), replacements, left, None)
+        entry = (*entry[:4], self._hit_of(held))
+        stored = super()._admit(entry, replacements, left, None)
         if stored is not None or self._warned_of_size or not entry[2] > self._max_size > 0:
             return ""
         self._warned_of_size = True
@@ -269,6 +281,21 @@ class TieredCache(MultiModalStaticCache):
             f"it is larger than max_size, {self._max_size} bytes, so each hit of such an "
             "embedding copies it; this is said once"
         )
+
+    def _hit_of(self, held: _Entry) -> Callable[[], object]:
+        """Returns what else a hit does with what the host has; it may raise KeyError."""
+        _, key, nbytes, items, _ = held
+        use = functools.partial(self.host.mm_cache.move_to_end, key)
+        trace = self.host._trace
+        if trace is None:
+            return use
+        record = trace.hit_of(key, nbytes, is_list=items is not None)
+
+        def record_and_use() -> None:
+            record()
+            use()
+
+        return record_and_use
 
     def _bring_back(self, held: _Entry, left: int) -> tuple[EmbeddingResult | None, str]:
         """Returns the copy on the device of what the host has, if there is memory for one.
@@ -278,7 +305,7 @@ class TieredCache(MultiModalStaticCache):
         entry, replacements = _entry_to_bring_back(held)
         why_not = ""
         try:
-            why_not = self._stay(entry, replacements, left)
+            why_not = self._stay(entry, replacements, left, held)
         except _OutOfMemoryError:
             pass  # there may be some yet, now that room was made
         on_device = self._entries.get(entry[1])
@@ -300,12 +327,14 @@ class _HostMemory(MultiModalStaticCache):
         device: TieredCache,
         host_size: int,
         on_evict: Callable[[int, EmbeddingResult], object] | None,
+        trace: Trace | None,
     ) -> None:
-        super().__init__(as_size("host_size", host_size), copy=True, on_evict=on_evict)
+        host_size = as_size("host_size", host_size)
+        super().__init__(host_size, copy=True, on_evict=on_evict, trace=trace)
         self._lock = device._lock
         self._device = weakref.ref(device)  # no cycle: a dropped cache frees its memory at once
 
-    def _remove(self, key: int) -> _Entry | None:
+    def _remove(self, key: int) -> tuple[Any, ...] | None:
         if self._changing is not None:
             self._mend()
         if key not in self._entries:
@@ -322,14 +351,14 @@ class _HostMemory(MultiModalStaticCache):
             if key in self._leased:
                 self._room += entry[2]
             self._changing = None
-        return (*entry[:4], (entry[4], on_device))
+        return (*entry, on_device)
 
     def _undo(self) -> None:
         on_device = self._leave_device(self._changing)
         super()._undo()
         del on_device
 
-    def _leave_device(self, key: Any) -> _Entry | None:
+    def _leave_device(self, key: Any) -> tuple[Any, ...] | None:
         device = self._device()
         if device is None:
             return None
@@ -362,10 +391,7 @@ class _Origin:
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         copy = copy_out(tensor) if tensor.is_cpu else copy_out(tensor, _clone_to_host)
-        written = None
-        if tensor.is_cuda:
-            written = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            written.record(torch.cuda.current_stream(tensor.device))
+        written = Mark(module_of(tensor), tensor.device) if tensor.is_cuda else None
         self.replacements[id(copy)] = functools.partial(_copy_back, copy, tensor.device, written)
         return copy
 
@@ -378,14 +404,12 @@ def _clone_to_host(source: torch.Tensor) -> torch.Tensor:
     return copy.copy_(source, non_blocking=pinned)
 
 
-def _copy_back(
-    copy: torch.Tensor, device: torch.device, written: torch.cuda.Event | None
-) -> torch.Tensor:
+def _copy_back(copy: torch.Tensor, device: torch.device, written: Mark | None) -> torch.Tensor:
     """Copies a tensor from host memory to where it came from, after it was written there."""
     if copy.device == device:
         return copy_out(copy)
     if written is not None:
-        written.wait(torch.cuda.current_stream(device))
+        written.wait()
 
     def clone(source: torch.Tensor) -> torch.Tensor:
         twin = torch.empty_like(source, device=device, pin_memory=False)

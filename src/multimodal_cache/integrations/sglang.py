@@ -16,6 +16,7 @@ import os
 from typing import Any, SupportsIndex
 
 from multimodal_cache.base import EmbeddingResult
+from multimodal_cache.integrations._sglang_watch import Report, new_trace, watch
 from multimodal_cache.static_cache import MultiModalStaticCache
 from multimodal_cache.tiered import TieredCache
 
@@ -40,38 +41,17 @@ _METHODS = {
 _ATTRIBUTES = {"current_size", "max_size", "mm_cache"}
 
 
-class SchedulerCache(MultiModalStaticCache):
-    """What SGLang makes in place of its own class: ours, which says so in the log.
+class _InScheduler(MultiModalStaticCache):
+    """What both of the classes below do besides caching."""
 
-    SGLang makes it after it has set up its log, unlike the plugin's own lines.
+    _log: Report
 
-    Args:
-        max_size: The budget in bytes. One below 0 is 0: SGLang's own class takes it, and refuses
-            every value.
-    """
-
-    def __init__(self, max_size: int) -> None:
-        super().__init__(max(max_size, 0))
-        _announce(self, f"{_bytes(self.max_size)}{'' if self.max_size else ': it keeps nothing'}")
-
-    def __repr__(self) -> str:
-        return f"{__name__}.{super().__repr__()}"  # SGLang has caches of its own
-
-
-class TieredSchedulerCache(TieredCache):
-    """What SGLang makes where ``MULTIMODAL_CACHE_HOST_SIZE_MB`` is set: with that much host memory.
-
-    Args:
-        max_size: As for ``SchedulerCache``.
-
-    Raises: ValueError: The variable isn't a number of MiB, or less than ``max_size``. (It is raised
-        here, where it stops the scheduler: what ``register`` raises SGLang logs and forgets.)
-    """
-
-    def __init__(self, max_size: int) -> None:
-        size = max(max_size, 0)
-        super().__init__(size, host_size(size))
-        _announce(self, f"{_bytes(size)}, and of {_bytes(self.host.max_size)} in host memory")
+    def _begin(self, budget: str) -> None:
+        logger.info(
+            "%s is in place of SGLang's cache, with a budget of %s", name_of(type(self)), budget
+        )
+        self._log = Report(self)
+        watch(self, self._log)
 
     def set(
         self,
@@ -84,13 +64,45 @@ class TieredSchedulerCache(TieredCache):
         """Stores a result, and returns whether the device has it.
 
         SGLang looks up again what it was told is stored, and uses the answer unasked: it must not
-        depend on a copy for which there may be no memory.
+        depend on a copy from host memory, for which there may be no room.
         """
         stored = super().set(mm_hash, embedding, generation=generation)
-        return stored and mm_hash in self.mm_cache
+        return self._log.after_set(mm_hash, stored and mm_hash in self.mm_cache)
 
     def __repr__(self) -> str:
-        return f"{__name__}.{super().__repr__()}"
+        return f"{__name__}.{super().__repr__()}"  # SGLang has caches of its own
+
+
+class SchedulerCache(_InScheduler):
+    """What SGLang makes in place of its own class: ours, which says so in the log.
+
+    SGLang makes it after it has set up its log, unlike the plugin's own lines.
+
+    Args:
+        max_size: The budget in bytes. One below 0 is 0: SGLang's own class takes it, and refuses
+            every value.
+    """
+
+    def __init__(self, max_size: int) -> None:
+        super().__init__(max(max_size, 0), trace=new_trace())
+        self._begin(f"{_bytes(self.max_size)}{'' if self.max_size else ': it keeps nothing'}")
+
+
+class TieredSchedulerCache(_InScheduler, TieredCache):
+    """What SGLang makes where ``MULTIMODAL_CACHE_HOST_SIZE_MB`` is set: with that much host memory.
+
+    Args:
+        max_size: As for ``SchedulerCache``.
+
+    Raises:
+        ValueError: The variable isn't a number of MiB, or less than ``max_size``. (It is raised
+            here, where it stops the scheduler: what ``register`` raises SGLang logs and forgets.)
+    """
+
+    def __init__(self, max_size: int) -> None:
+        size = max(max_size, 0)
+        TieredCache.__init__(self, size, host_size(size), trace=new_trace())
+        self._begin(f"{_bytes(size)}, and of {_bytes(self.host.max_size)} in host memory")
 
 
 def scheduler_cache() -> type[SchedulerCache] | type[TieredSchedulerCache]:
@@ -120,12 +132,6 @@ def host_size(max_size: int) -> int:
 def name_of(cls: type) -> str:
     """Returns the full name of a class."""
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _announce(cache: MultiModalStaticCache, budget: str) -> None:
-    logger.info(
-        "%s is in place of SGLang's cache, with a budget of %s", name_of(type(cache)), budget
-    )
 
 
 def _bytes(size: int) -> str:
