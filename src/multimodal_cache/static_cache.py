@@ -342,8 +342,7 @@ class MultiModalStaticCache(MultimodalCache):
                 self._report(evicted)
         if stored is None:
             self._warn_of_size(nbytes)
-            return False
-        return stored
+        return stored or False
 
     def has(self, mm_hash: SupportsIndex | None) -> bool:
         """Returns whether the key is in the cache; doesn't make its entry most recent.
