@@ -265,6 +265,13 @@ def test_a_refused_write_is_logged_with_its_reason(
     assert meaning in caplog.text
 
 
+def test_several_values_are_read_and_written_one_by_one() -> None:
+    store = MooncakeStore(Engine(1, b"a", 0, 0, 0), namespace="test", device="cpu")
+    assert list(store._get_many(["one", "two"])) == [b"a", None]
+    store._set_many({"one": b"a", "two": b"b"})
+    store.close()
+
+
 @pytest.mark.parametrize("store", [None, Engine, {}, types.SimpleNamespace(get=print)], ids=str)
 def test_what_is_no_store_of_mooncake_is_refused(store: Any) -> None:
     with pytest.raises(TypeError, match="store must be a MooncakeDistributedStore, got .*install"):

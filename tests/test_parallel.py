@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks as ranks_benchmark
 import torch
 import torch.distributed as dist
 from rank_scenarios import SCENARIOS, TIMEOUT, run_all
@@ -258,6 +259,7 @@ def test_on_a_group_without_a_cpu_backend_the_message_is_on_the_gpu(
 
     def on_cpu(values: list[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         made.append(device)
+        assert len(values) == ranks_benchmark.MESSAGE_WORDS
         return tensor(values, dtype=dtype)
 
     monkeypatch.setattr(torch, "tensor", on_cpu)

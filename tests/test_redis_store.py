@@ -87,6 +87,14 @@ def test_clients_of_valkey_do_as_well(server: Server) -> None:
 
 
 @needs_server
+def test_several_values_are_read_in_order(server: Server) -> None:
+    client = client_of(server)
+    client.set("mine:two", b"b")
+    with store_of(client, prefix="mine:") as store:
+        assert list(store._get_many(["one", "two"])) == [None, b"b"]
+
+
+@needs_server
 def test_keys_begin_with_the_prefix_and_end_by_ttl_which_a_hit_renews(server: Server) -> None:
     client = client_of(server)
     with store_of(client, ttl=1000, prefix="mine:") as store:

@@ -82,6 +82,13 @@ def test_the_line_comes_by_itself_and_ends_with_the_cache(
     came = threading.Event()
     monkeypatch.setattr(module, "SECONDS_BETWEEN_LINES", 1e-3)
     monkeypatch.setattr(module.logger, "info", lambda *_: came.set())
+    waits = iter([False, False])  # the first line is None, as there was no traffic
+    quiet = module.Report(SchedulerCache(1000))
+    quiet._gone = types.SimpleNamespace(  # type: ignore[assignment]
+        wait=lambda seconds: next(waits, True)
+    )
+    quiet.run()
+    assert not came.is_set()
     before = set(threading.enumerate())
     cache = SchedulerCache(1000)
     (thread,) = set(threading.enumerate()) - before

@@ -687,7 +687,7 @@ def test_the_writer_waits_for_what_the_callers_stream_makes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = Stream()
-    monkeypatch.setattr(stores, "_module_of", lambda tensor: module)
+    monkeypatch.setattr(stores, "module_of", lambda tensor: module)
     with MemoryStore() as store:
         assert store.offer(1, embedding())
         store.written()
@@ -701,19 +701,18 @@ def test_a_device_that_has_failed_fails_no_offer(monkeypatch: pytest.MonkeyPatch
     def fail(tensor: torch.Tensor) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(stores, "_module_of", fail)
+    monkeypatch.setattr(stores, "module_of", fail)
     with MemoryStore() as store:
         assert not store.offer(1, embedding())
     assert store.stats().dropped == 1
 
 
-def test_only_devices_with_streams_are_asked_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere: Any = types.SimpleNamespace(device=torch.device("cuda", 1))
-    for module in (Stream(), object()):
-        monkeypatch.setattr(torch, "get_device_module", lambda device, module=module: module)
-        expected = module if isinstance(module, Stream) else None
-        assert stores._module_of(elsewhere) is expected
-    assert stores._module_of(torch.ones(1)) is None
+def test_what_is_open_when_the_interpreter_ends_is_closed() -> None:
+    store = MemoryStore()
+    assert store.offer(1, embedding())
+    stores._close_open_stores()
+    assert not store.offer(2, embedding())
+    assert store.stats().written == 1
 
 
 def test_fetched_embeddings_go_to_the_current_cuda_device_by_default(

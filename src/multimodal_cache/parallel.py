@@ -120,11 +120,6 @@ class Ranks:
         return received
 
 
-def message_size() -> int:
-    """Returns the bytes of the message that each call costs."""
-    return 8 * (2 * (len(_WORDS) + 4) + 1 + _FLAGS)
-
-
 def ranks_of(group: object) -> Ranks | None:
     """Returns the ranks of a group; None where there is but one, which agrees with itself.
 

@@ -15,11 +15,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, SupportsIndex
 
 import torch
 
+from multimodal_cache._streams import module_of
 from multimodal_cache._tensors import dense_storage, is_dense
 from multimodal_cache.base import as_int, single_key
 from multimodal_cache.stores._format import (
@@ -350,17 +350,9 @@ def _device(device: torch.device | str | int | None) -> torch.device:
 
 def _event_after(embedding: torch.Tensor) -> Any:
     """Returns an event after what the current stream has to do; None where there are none."""
-    module = _module_of(embedding)
+    module = module_of(embedding)
     if module is None:
         return None
     event = module.Event()
     event.record(module.current_stream(embedding.device))
     return event
-
-
-def _module_of(tensor: torch.Tensor) -> ModuleType | None:
-    """Returns torch's module for the tensor's device, if that has streams."""
-    if tensor.device.type == "cpu":
-        return None
-    module = torch.get_device_module(tensor.device)
-    return module if hasattr(module, "current_stream") else None
