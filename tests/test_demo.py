@@ -452,11 +452,13 @@ def test_the_library_imports_nothing_but_its_dependencies() -> None:
         "._orientation",
         "._outputs",
         "._ownership",
+        "._streams",
         "._tensors",
         "._turns",
         ".base",
         ".encoder",
         ".keys",
+        ".leases",
         ".static_cache",
         ".stats",
     ]
