@@ -6,7 +6,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -144,8 +144,59 @@ class Model:
                 self.entries.move_to_end(key)
 
 
-class CacheMachine(RuleBasedStateMachine):
+class SharedRules(RuleBasedStateMachine):
+    """What is done alike to a cache of one tier and of two, by their own `set` and `lease`."""
+
     some_keys = Bundle("keys")
+    cache: MultiModalStaticCache
+    model: Any  # its `entries` are what a lease can be of
+    leases: list[Lease]
+
+    @rule(target=some_keys, key=st.sampled_from(KEYS))
+    def single_key(self, key: int) -> int:
+        return key
+
+    @rule(target=some_keys, items=st.sampled_from(LISTS))
+    def combined_key(self, items: list[int]) -> int:
+        key = combine(items)
+        assert key is not None
+        return key
+
+    @rule(
+        sizes=st.lists(st.integers(1, 9), min_size=2, max_size=len(KEYS)),
+        leased=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+        more=st.lists(st.tuples(some_keys, st.integers(0, 30)), min_size=1, max_size=4),
+        stays=st.booleans(),
+    )
+    def set_beside_a_lease(
+        self, sizes: list[int], leased: list[int], more: list[tuple[int, int]], stays: bool
+    ) -> None:
+        for key, size in zip(KEYS, sizes, strict=False):
+            self.set(key, "own", size, stale=None)
+        self.lease([key for n, key in enumerate(self.model.entries) if n in leased])
+        for key, size in more:
+            self.set(key, "own", size, stale=None)
+        self.books_agree()
+        if not stays:
+            self.end_a_lease(-1, forgotten=False)
+
+    @precondition(lambda self: self.leases)
+    @rule(number=st.integers(0, 99), forgotten=st.booleans())
+    def end_a_lease(self, number: int, forgotten: bool) -> None:
+        number %= len(self.leases)
+        if forgotten:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)
+                del self.leases[number]
+        else:
+            lease = self.leases.pop(number)
+            lease.release()
+            lease.release()
+        self.model.release(number)
+
+
+class CacheMachine(SharedRules):
+    some_keys = SharedRules.some_keys
 
     @initialize(max_size=st.integers(0, 40), copy=st.booleans())
     def begin(self, max_size: int, copy: bool) -> None:
@@ -157,16 +208,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.model = Model(max_size)
         self.leases: list[Lease] = []
         self.changed: list[EmbeddingResult] = []
-
-    @rule(target=some_keys, key=st.sampled_from(KEYS))
-    def single_key(self, key: int) -> int:
-        return key
-
-    @rule(target=some_keys, items=st.sampled_from(LISTS))
-    def combined_key(self, items: list[int]) -> int:
-        key = combine(items)
-        assert key is not None
-        return key
 
     @rule(
         key=some_keys,
@@ -231,38 +272,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.leases.append(self.cache.lease(mm_hashes))
         self.model.leases.append([key for key in mm_hashes if key is not None])
         assert self.leases[-1].mm_hashes == tuple(self.model.leases[-1])
-
-    @rule(
-        sizes=st.lists(st.integers(1, 9), min_size=2, max_size=len(KEYS)),
-        leased=st.lists(st.integers(0, 5), min_size=1, max_size=4),
-        more=st.lists(st.tuples(some_keys, st.integers(0, 30)), min_size=1, max_size=4),
-        stays=st.booleans(),
-    )
-    def set_beside_a_lease(
-        self, sizes: list[int], leased: list[int], more: list[tuple[int, int]], stays: bool
-    ) -> None:
-        for key, size in zip(KEYS, sizes, strict=False):
-            self.set(key, "own", size, stale=None)
-        self.lease([key for n, key in enumerate(self.model.entries) if n in leased])
-        for key, size in more:
-            self.set(key, "own", size, stale=None)
-        self.books_agree()
-        if not stays:
-            self.end_a_lease(-1, forgotten=False)
-
-    @precondition(lambda self: self.leases)
-    @rule(number=st.integers(0, 99), forgotten=st.booleans())
-    def end_a_lease(self, number: int, forgotten: bool) -> None:
-        number %= len(self.leases)
-        if forgotten:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ResourceWarning)
-                del self.leases[number]
-        else:
-            lease = self.leases.pop(number)
-            lease.release()
-            lease.release()
-        self.model.release(number)
 
     @rule(max_size=st.integers(0, 60))
     def resize(self, max_size: int) -> None:

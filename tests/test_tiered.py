@@ -13,7 +13,6 @@ import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -31,6 +30,7 @@ from support import (
     recount,
     result,
 )
+from test_ownership import Deepstack, Frozen
 
 from multimodal_cache import (
     CachedEncoder,
@@ -430,20 +430,6 @@ def test_on_evict_hears_what_made_room_for_a_copy_that_failed(
 
 
 # Values: what is brought back is what was given, with memory of its own
-
-
-@dataclass(kw_only=True)
-class Deepstack(EmbeddingResult):
-    layers: list[torch.Tensor]
-    extra: dict[str, Any] = field(default_factory=dict)
-    pair: Any = ()
-    label: object = "a cat"
-
-
-@dataclass(frozen=True)
-class Frozen:
-    embedding: torch.Tensor
-    size: tuple[int, int] = (3, 4)
 
 
 Pair = namedtuple("Pair", "first second")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from collections import OrderedDict
 from typing import NamedTuple
 
 import pytest
@@ -10,15 +10,13 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
     rule,
 )
 from support import kept_bytes, keys, recount, tensors_of
-from test_properties import KEYS, KINDS, LISTS, Entry, Model
+from test_properties import KINDS, LISTS, Entry, Model, SharedRules
 
 from multimodal_cache import CombinedHash, EmbeddingResult, MultiModalStaticCache
 from multimodal_cache.leases import Lease
@@ -54,6 +52,10 @@ class TwoTiers:
         self.device = Model(max_size)
         self.whole = Model(host_size)
         self.host_hits = 0
+
+    @property
+    def entries(self) -> OrderedDict[int, Entry]:
+        return self.whole.entries
 
     def look_up(self, key: int) -> Entry | None:
         entry = self.whole.look_up(key)
@@ -112,8 +114,8 @@ class TwoTiers:
         return self.whole.counts | of_the_device | {"host_hits": self.host_hits}
 
 
-class TieredMachine(RuleBasedStateMachine):
-    some_keys = Bundle("keys")
+class TieredMachine(SharedRules):
+    some_keys = SharedRules.some_keys
 
     @initialize(max_size=st.integers(0, 40), behind=st.integers(0, 60), copy=st.booleans())
     def begin(self, max_size: int, behind: int, copy: bool) -> None:
@@ -131,16 +133,6 @@ class TieredMachine(RuleBasedStateMachine):
         self.left: list[tuple[int, list[list[int]]]] = []
         self.number = 0
         self.changed: list[EmbeddingResult] = []
-
-    @rule(target=some_keys, key=st.sampled_from(KEYS))
-    def single_key(self, key: int) -> int:
-        return key
-
-    @rule(target=some_keys, items=st.sampled_from(LISTS))
-    def combined_key(self, items: list[int]) -> int:
-        key = combine(items)
-        assert key is not None
-        return key
 
     @rule(
         key=some_keys,
@@ -211,36 +203,6 @@ class TieredMachine(RuleBasedStateMachine):
     def lease(self, mm_hashes: list[int | None]) -> None:
         self.leases.append(self.cache.lease(mm_hashes))
         self.model.lease([key for key in mm_hashes if key is not None])
-
-    @rule(
-        sizes=st.lists(st.integers(1, 9), min_size=2, max_size=len(KEYS)),
-        leased=st.lists(st.integers(0, 5), min_size=1, max_size=4),
-        more=st.lists(st.tuples(some_keys, st.integers(0, 30)), min_size=1, max_size=4),
-        stays=st.booleans(),
-    )
-    def set_beside_a_lease(
-        self, sizes: list[int], leased: list[int], more: list[tuple[int, int]], stays: bool
-    ) -> None:
-        for key, size in zip(KEYS, sizes, strict=False):
-            self.set(key, "own", size, stale=None)
-        self.lease([key for n, key in enumerate(self.model.whole.entries) if n in leased])
-        for key, size in more:
-            self.set(key, "own", size, stale=None)
-        self.books_agree()
-        if not stays:
-            self.end_a_lease(-1, forgotten=False)
-
-    @precondition(lambda self: self.leases)
-    @rule(number=st.integers(0, 99), forgotten=st.booleans())
-    def end_a_lease(self, number: int, forgotten: bool) -> None:
-        number %= len(self.leases)
-        if forgotten:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ResourceWarning)
-                del self.leases[number]
-        else:
-            self.leases.pop(number).release()
-        self.model.release(number)
 
     @rule(max_size=st.integers(0, 110))
     def resize(self, max_size: int) -> None:

@@ -263,10 +263,9 @@ class Batch:
         self._flights.drop_mismatched(hits)
         self._flights.store(hits, embeddings)
         self._flights.count_fetched([want for want, _ in hits], embeddings)
+        _hand_over(hits, embeddings)
         self._flights.land(hits, embeddings)
         self.claimed = rest
-        for (want, _), embedding in zip(hits, embeddings, strict=True):
-            want.embedding, want.feature = embedding, None
         return not rest
 
     def _of_use(self, fetched: Fetched) -> list[torch.Tensor | None]:
@@ -330,11 +329,7 @@ class Batch:
         claimed = self.claimed
         embeddings = self._copy_out(output)
         self._flights.store(claimed, embeddings)
-        for (want, flight), embedding in zip(claimed, embeddings, strict=True):
-            want.embedding, want.feature = embedding, None
-            want.written = written_here([embedding])
-            if flight is not None:
-                flight.written = want.written
+        _hand_over(claimed, embeddings)
         self._land(embeddings)
         if self._flights.shared is not None:
             self._flights.offer(claimed, embeddings)
@@ -371,3 +366,12 @@ class Batch:
                 self._flights.count_encode(encoded, self._seconds)
         self._flights.land(claimed, outcomes)
         self.claimed = []
+
+
+def _hand_over(claimed: Iterable[Claim], embeddings: Iterable[torch.Tensor]) -> None:
+    """Gives the call its embeddings, and all who get them what to wait for on other streams."""
+    for (want, flight), embedding in zip(claimed, embeddings, strict=True):
+        want.embedding, want.feature = embedding, None
+        want.written = written_here([embedding])
+        if flight is not None:
+            flight.written = want.written

@@ -38,6 +38,8 @@ except ImportError as error:
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from multimodal_cache.stores import EmbeddingStore
+
 _METHOD = "get_image_features"
 _PLAIN = (torch.Tensor, bool, int, float, str, list, tuple)
 
@@ -48,7 +50,7 @@ def cache_image_features(
     *,
     namespace: str | bytes,
     rule: str | None = None,
-    store: Any = None,
+    store: EmbeddingStore | None = None,
 ) -> CachedImageFeatures:
     """Puts a cache into a model: an image that is there isn't encoded.
 
@@ -97,7 +99,7 @@ def encode_images(
     *,
     namespace: str | bytes,
     rule: str | None = None,
-    store: Any = None,
+    store: EmbeddingStore | None = None,
 ) -> Any:
     """Puts the embeddings of images in the place of their pixels.
 
@@ -164,7 +166,7 @@ class CachedImageFeatures:
         *,
         namespace: str | bytes,
         rule: str | None,
-        store: Any,
+        store: EmbeddingStore | None,
     ) -> None:
         base = model.base_model
         self._rule = _rule_for(base, rule)
@@ -178,9 +180,8 @@ class CachedImageFeatures:
         self._namespace = namespace
         self._previous: Any = None
         self._removed = False
-        options = {} if store is None else {"store": store}
         self._encoder = CachedEncoder(
-            cache, self._encode, namespace=namespace, key=self._key, **options
+            cache, self._encode, namespace=namespace, key=self._key, store=store
         )
 
     @outside_graphs
