@@ -282,7 +282,7 @@ def test_a_cluster_is_a_client() -> None:
         (redis.Redis(), {"prefix": b"x"}, TypeError, "prefix must be str, got bytes"),
         (redis.Redis(), {"namespace": ""}, ValueError, "namespace"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_bad_arguments_are_refused(
     client: Any, options: dict[str, Any], error: type[Exception], message: str

@@ -42,6 +42,7 @@ def test_sglang_s_own_code_runs_on_it() -> None:
     paths = Path(__file__).with_name("sglang_paths.py")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(paths)]
     environment = {**os.environ, "SGLANG_PLUGINS": "multimodal_cache", "SGLANG_PLATFORM": ""}
+    environment.pop("PYTEST_ADDOPTS", None)  # that is of the run that this test is in
     shown = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, timeout=300
     )

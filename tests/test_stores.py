@@ -335,7 +335,9 @@ def test_what_came_before_an_error_is_returned() -> None:
 
 
 @pytest.mark.parametrize(
-    "answers", [[], [None], iter([]), [None] * 9, (None for _ in iter(int, 1))], ids=str
+    "answers",
+    [[], [None], iter([]), [None] * 9, (None for _ in iter(int, 1))],
+    ids=["none", "one", "an end", "too many", "no end"],
 )
 def test_a_back_end_that_answers_too_little_or_too_much_is_one_that_has_nothing(
     answers: Any,
