@@ -103,6 +103,7 @@ class MultimodalCacheConnector(ECConnectorBase):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
         settings = _settings(vllm_config)
+        self._client: Client | None = None
         if role is not ECConnectorRole.SCHEDULER:
             self._pages = Pages()
             self._sizes: dict[int, int | None] = {}
@@ -213,7 +214,7 @@ class MultimodalCacheConnector(ECConnectorBase):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Closes the store."""
-        if self.role is not ECConnectorRole.SCHEDULER and self._client is not None:
+        if self._client is not None:
             self._client.close()
 
 
@@ -306,6 +307,8 @@ def _require_shareable(vllm_config: Any, settings: _Settings) -> None:
             "with store, namespace must be a text that says the model, the version of its weights "
             f"and what else changes an embedding, got {namespace!r}"
         )
+    if not isinstance(settings.store_options, Mapping):
+        raise ValueError(f"store_options must be an object, got {settings.store_options!r}")
     timeout = settings.store_options.get("timeout", TIMEOUT)
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
         raise ValueError(f"timeout must be a number of seconds above 0, got {timeout!r}")
