@@ -78,8 +78,8 @@ class _Entry:
 class Index:
     """The items that all workers keep, least recently used first.
 
-    One step: ``fetch``, ``promise`` and ``allocate`` for each item, ``refresh``, ``plan``. Then, or after
-    the next step's, ``settle`` with what the workers reported of it. Not thread-safe.
+    One step: ``fetch``, ``promise`` and ``allocate`` for each item, ``refresh``, ``plan``. Then, or
+    after the next step's, ``settle`` with what the workers reported of it. Not thread-safe.
 
     Args:
         max_size: Bytes of host memory in each worker.
@@ -124,9 +124,7 @@ class Index:
         self._pinned.add(identifier)
         return True
 
-    def fetch(
-        self, identifier: str, kind: str, rows: int, key: int, deadline: float
-    ) -> int | None:
+    def fetch(self, identifier: str, kind: str, rows: int, key: int, deadline: float) -> int | None:
         """Has the workers fetch an item, if it's neither kept nor being encoded, and fits.
 
         Args:
