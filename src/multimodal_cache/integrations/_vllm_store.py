@@ -242,10 +242,9 @@ class Client:
             fetch = self._wanted.pop(slot, None)
             if fetch is None:  # it was late
                 continue
-            right = tensor is not None and tensor.shape[:1] == (fetch.rows,)
-            self.sizes[slot] = (
-                pages.save(slot, tensor, fetch.limit, self._device) if right else None
-            )
+            self.sizes[slot] = None
+            if tensor is not None and tensor.shape[:1] == (fetch.rows,):
+                self.sizes[slot] = pages.save(slot, tensor, fetch.limit, self._device)
 
     def offer(self, key: int, tensor: torch.Tensor) -> None:
         """Offers what this worker has just encoded, if it is the one that does."""
