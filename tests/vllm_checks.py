@@ -48,7 +48,7 @@ def answer(engine: Engine, *items: Any, tokens: int = 1) -> list[int]:
     return engine.encoded[before:]
 
 
-def random_traffic(engine: Engine, seed: int, steps: int) -> None:
+def random_traffic(engine: Engine, seed: int, steps: int, resets: float = 0.02) -> None:
     """Requests, aborts, resets and failing memory, in an order of chance."""
     chance = random.Random(seed)
     saves = [pages_of(worker).save for worker in engine.workers]
@@ -59,7 +59,7 @@ def random_traffic(engine: Engine, seed: int, steps: int) -> None:
             engine.ask(*images, text=chance.randint(1, 12), tokens=chance.randint(1, 12))
         if chance.random() < 0.05 and engine.requests:
             engine.abort([chance.choice([*engine.requests])])
-        if chance.random() < 0.02:
+        if chance.random() < resets:
             engine.update_weights(engine.workers[0].model.weights + 1)
         for worker, save in zip(engine.workers, saves, strict=True):
             pages_of(worker).save = save if chance.random() < 0.9 else lambda *_: None
