@@ -195,17 +195,21 @@ def test_two_requests_ask_once_for_an_image(make: MakeEngine) -> None:
     assert (engine.seen["fetches"], engine.encoded) == (1, [0])
 
 
-def test_what_is_on_the_gpu_or_computed_is_not_asked_for(make: MakeEngine) -> None:
-    engine = make(tokens=16)
-    answer(engine, IMAGES[0], tokens=4)
+def test_what_is_on_the_gpu_is_not_asked_for(make: MakeEngine) -> None:
+    engine = make()
     answer(engine, IMAGES[0])
-    connector, request = engine.scheduler.ec_connector, engine.requests["request 0"]
     index_of(engine).reset()
-    engine.fetches.on_gpu = ()
-    assert connector.ensure_cache_available(request, 1 + ROWS)
-    assert not connector.ensure_cache_available(request, ROWS)
-    connector.request_finished(request)
+    assert answer(engine, IMAGES[0]) == []
     assert engine.seen["fetches"] == 1
+
+
+def test_what_is_computed_is_not_asked_for(make: MakeEngine) -> None:
+    engine = make()
+    request = engine.requests[engine.ask(IMAGES[0], text=2)]
+    connector = engine.scheduler.ec_connector
+    assert connector.ensure_cache_available(request, 2 + ROWS)
+    connector.request_finished(request)
+    assert not connector.ensure_cache_available(request, 2 + ROWS - 1)
 
 
 def test_what_the_index_has_no_room_for_is_encoded_and_offered(make: MakeEngine) -> None:
