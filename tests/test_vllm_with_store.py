@@ -236,12 +236,13 @@ def test_ranks_may_find_it_in_different_steps(asynchronous: bool, make: MakeEngi
     engine = make(ranks=2, asynchronous=asynchronous)
     put(engine, 0, ROWS, encoded(0, ROWS, 0))
     name = engine.ask(IMAGES[0])
-    for ready in ({0}, {0}, {0}, {0, 1}):
-        engine.lets = ready.__contains__
-        for _ in range(3):
-            assert name not in engine.finished
-            engine.step()
-            check(engine)
+    engine.lets = lambda rank: rank == 0
+    for _ in range(5):
+        engine.step()
+        check(engine)
+    assert engine.clients[0].sizes
+    assert name not in engine.finished
+    engine.lets = lambda rank: True
     engine.run()
     assert engine.encoded == []
 
@@ -276,9 +277,8 @@ def test_another_image_under_a_known_identifier_is_another_key(make: MakeEngine)
     one = make()
     answer(one, (0, ROWS, "uuid"))
     one.written()
-    other = make()
-    assert answer(other, (2, ROWS // 2, "uuid")) == [2]
-    assert answer(other, (1, 2 * ROWS), (0, ROWS, "uuid")) == [1]
+    assert answer(make(), (2, ROWS // 2, "uuid")) == [2]
+    assert answer(make(), (0, ROWS, "uuid")) == []
 
 
 # What takes too long.
@@ -361,6 +361,7 @@ def test_a_reset_ends_what_is_fetched_and_the_use_of_the_store(
     engine.ask(*IMAGES[:2])
     engine.step()
     engine.update_weights(1)
+    engine.step()  # a worker may ask before it hears of the reset
     store = engine.stores[0]
     reads, writes = len(store.reads), len(store.writes)
     for image in IMAGES:
@@ -387,6 +388,7 @@ def test_what_old_weights_have_encoded_is_not_offered_after_a_reset(make: MakeEn
 def test_every_tensor_is_the_right_one(
     seed: int, asynchronous: bool, ranks: int, make: MakeEngine, values: dict[str, Any]
 ) -> None:
+    preemptions = 0
     for turn in range(2):
         engine = make(
             pages=6, cache_size=3 * ROWS, asynchronous=asynchronous, ranks=ranks, blocks=10
@@ -401,13 +403,14 @@ def test_every_tensor_is_the_right_one(
             return chance.random() < 0.4
 
         engine.lets = lets
-        random_traffic(engine, seed + 10 * turn, steps=90, resets=0)
+        random_traffic(engine, seed + 10 * turn, steps=120, resets=0)
         engine.run()
         engine.written()
         assert engine.seen["fetches"] > 10
-        assert any(request.num_preemptions for request in engine.requests.values())
         random_traffic(engine, seed + 10 * turn, steps=40)
         engine.run()
+        preemptions += sum(request.num_preemptions for request in engine.requests.values())
+    assert preemptions
 
 
 # With a server of its own, and threads.
