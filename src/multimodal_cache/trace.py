@@ -196,7 +196,9 @@ class Trace:
         again = self._looked_up_next
         rows = list(map(_row, events))
         if again or not all(rows):
-            rows = [row for each in events if (row := (not again and each.row) or self._row_of(each))]
+            rows = [
+                row for each in events if (row := (not again and each.row) or self._row_of(each))
+            ]
         return rows[: self._rows_left]
 
     def _row_of(self, event: _Event) -> str:
