@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib.util
 import logging
 import os
 import re
+import shutil
+import subprocess
 import sys
 import threading
 import weakref
@@ -22,12 +25,16 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from multimodal_cache import CachedEncoder, MultiModalStaticCache, metrics
 from multimodal_cache.metrics import CacheCollector, start_bridge
+from multimodal_cache.stores import StoreStats
 from multimodal_cache.tiered import TieredCache
 
 
 def exposed(registry: CollectorRegistry) -> dict[str, float]:
     """What a scrape shows, by name and labels, without the prefix."""
-    text = generate_latest(registry).decode()
+    return samples_in(generate_latest(registry).decode())
+
+
+def samples_in(text: str) -> dict[str, float]:
     samples = re.findall(r"^multimodal_cache_(\S+) (\S+)$", text, flags=re.MULTILINE)
     return {name: float(value) for name, value in samples}
 
@@ -329,7 +336,7 @@ for key in range(rank + 1):
 """
 
 
-def merged(directory: Path) -> dict[str, float]:
+def merged_text(directory: Path) -> str:
     """What SGLang's server exposes of its schedulers, in a process of its own as there."""
     code = (
         "import sys\n"
@@ -338,9 +345,11 @@ def merged(directory: Path) -> dict[str, float]:
         "multiprocess.MultiProcessCollector(registry)\n"
         "sys.stdout.write(generate_latest(registry).decode())\n"
     )
-    text = run_python(code, PROMETHEUS_MULTIPROC_DIR=str(directory))
-    samples = re.findall(r"^multimodal_cache_(\S+) (\S+)$", text, flags=re.MULTILINE)
-    return {name: float(value) for name, value in samples}
+    return run_python(code, PROMETHEUS_MULTIPROC_DIR=str(directory))
+
+
+def merged(directory: Path) -> dict[str, float]:
+    return samples_in(merged_text(directory))
 
 
 def test_processes_are_merged_as_sglang_merges_them(tmp_path: Path) -> None:
@@ -363,6 +372,26 @@ def test_counters_of_processes_without_ranks_are_added_up(tmp_path: Path) -> Non
     shown = merged(tmp_path)
     assert shown['hits_total{cache="scheduler"}'] == 3
     assert shown['max_size_bytes{cache="scheduler"}'] == 1000
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="Prometheus's promtool isn't on PATH")
+def test_promtool_finds_nothing_to_say(registry: CollectorRegistry, tmp_path: Path) -> None:
+    cache = TieredCache(100, 400)
+    encoder = CachedEncoder(cache, EncoderOfNumbers())
+    encoder([1, 2, 1])
+    stats = {field.name: 1 for field in dataclasses.fields(StoreStats)}
+    CacheCollector(registry).add("vision", cache, encoder=encoder, store=Stats(**stats))
+    run_python(SCHEDULER, "0", PROMETHEUS_MULTIPROC_DIR=str(tmp_path))
+    for text in (generate_latest(registry).decode(), merged_text(tmp_path)):
+        assert samples_in(text)
+        checked = subprocess.run(
+            ["promtool", "check", "metrics"],
+            input=text,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
 
 
 def test_without_prometheus_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,7 +262,7 @@ def test_a_turn_is_planned_for_what_is_kept_elsewhere(
     if way == "with care":
         assert ownership._plan_with_care(value, copy_all=False) == (16, {})
     else:
-        assert ownership.plan_ownership(value, copy_all=False) == (16, {})
+        assert ownership.plan_ownership(value, False) == (16, {})
 
 
 def test_what_is_kept_is_the_object_itself(accelerator: Accelerator) -> None:

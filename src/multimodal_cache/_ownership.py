@@ -29,6 +29,7 @@ from multimodal_cache._tensors import (
 from multimodal_cache.base import EmbeddingResult, EmbeddingTypeError
 
 T = TypeVar("T")
+_Tensor = torch.Tensor  # quicker than to look it up in torch's large namespace
 Replacements = dict[int, Callable[[], torch.Tensor]]  # by the id of the tensor replaced
 # Says of a tensor that must be copied how many bytes its copy takes, and what makes it.
 Copier = Callable[[torch.Tensor], tuple[int, Callable[[], torch.Tensor]]]
@@ -46,7 +47,7 @@ def copy_beside(tensor: torch.Tensor) -> tuple[int, Callable[[], torch.Tensor]]:
 
 
 def plan_ownership(
-    result: Any, *, copy_all: bool, copier: Copier = copy_beside
+    result: Any, copy_all: bool, copier: Copier = copy_beside
 ) -> tuple[int, Replacements | None]:
     """Plans how to store a result; changes nothing.
 
@@ -77,7 +78,7 @@ def plan_ownership(
         try:
             attributes = result.__dict__
             tensor = attributes["embedding"]
-            if type(tensor) is torch.Tensor and len(attributes) == 1:
+            if type(tensor) is _Tensor and len(attributes) == 1:
                 storage = tensor.untyped_storage()
                 nbytes = len(storage)  # quicker than to ask for it by name
                 if (

@@ -321,7 +321,7 @@ class MultiModalStaticCache(MultimodalCache):
             key, items = mm_hash, None
         else:
             key, items = split_key(mm_hash)
-        nbytes, replacements = plan_ownership(embedding, copy_all=self._copy)
+        nbytes, replacements = plan_ownership(embedding, self._copy)
         if generation is not None:
             generation = as_int("generation", generation)
         if key is None:
@@ -644,9 +644,10 @@ class MultiModalStaticCache(MultimodalCache):
         """Takes an entry out of the books and returns it, or more, for the caller to drop."""
         if self._changing is not None:
             self._mend()
-        if key not in self._entries:
+        try:
+            entry = self._entries[key]
+        except KeyError:
             return None
-        entry = self._entries[key]
         self._changing = key
         del self.mm_cache[key]
         if entry[3] is not None:

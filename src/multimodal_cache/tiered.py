@@ -211,7 +211,7 @@ class TieredCache(MultiModalStaticCache):
     ) -> bool:
         result, key, _, items, _ = entry
         origin = _Origin()
-        nbytes, copies = plan_ownership(result, copy_all=True, copier=origin.plan_host_copy)
+        nbytes, copies = plan_ownership(result, True, origin.plan_host_copy)
         leaving: _Evicted = None if self.host._on_evict is None else []
         stored, here, why_not = None, False, ""
         try:
@@ -337,9 +337,10 @@ class _HostMemory(MultiModalStaticCache):
     def _remove(self, key: int) -> tuple[Any, ...] | None:
         if self._changing is not None:
             self._mend()
-        if key not in self._entries:
+        try:
+            entry = self._entries[key]
+        except KeyError:
             return None
-        entry = self._entries[key]
         self._changing = key
         on_device = self._leave_device(key)
         if self._changing is not None:  # else one has run nevertheless, and mended

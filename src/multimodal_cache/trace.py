@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import atexit
 import logging
+import operator
 import os
 import threading
 import zlib
-from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
@@ -34,6 +34,9 @@ class _Event:
         self.key = key
         self.nbytes = nbytes
         self.row = ""
+
+
+_row = operator.attrgetter("row")
 
 
 class Trace:
@@ -82,7 +85,7 @@ class Trace:
         self.path = os.fspath(path)
         self._rows_left = max_rows
         self._skip_first_hit = skip_first_hit
-        self._events: deque[_Event] = deque()
+        self._events: list[_Event] = []
         self._numbers: dict[int | None, int] = {}
         self._last_number = 0
         self._looked_up_next: set[int | None] = set()
@@ -188,10 +191,14 @@ class Trace:
 
     def _next_rows(self) -> list[str]:
         """Takes what is waiting, and returns the rows that it makes, as many as there may be."""
-        take = self._events.popleft
-        events = [take() for _ in range(len(self._events))]
+        events = self._events[:]
+        del self._events[: len(events)]  # others may have appended meanwhile
         again = self._looked_up_next
-        rows = [row for each in events if (row := (not again and each.row) or self._row_of(each))]
+        rows = list(map(_row, events))
+        if again or not all(rows):
+            rows = [
+                row for each in events if (row := (not again and each.row) or self._row_of(each))
+            ]
         return rows[: self._rows_left]
 
     def _row_of(self, event: _Event) -> str:
