@@ -165,6 +165,7 @@ def test_a_server_that_has_just_started_encodes_nothing_that_another_has_encoded
     for image in IMAGES * 2:
         answer(other, image)
     assert [worker.model.encoded for worker in other.workers] == [[]] * ranks
+    assert other.seen["offers"] == 0
     other.written()
     assert [store.writes for store in other.stores] == [[]] * ranks  # nor offers what it fetched
 
