@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from multimodal_cache.integrations._vllm_index import PAGE, Index, Plan, taken
+from multimodal_cache.integrations._vllm_index import PAGE, Fetch, Index, Plan, taken
 
 IDENTIFIERS = st.sampled_from("ABCDEF")
 ROWS = st.integers(0, 3)
@@ -169,6 +169,150 @@ def test_bytes_follow_what_the_workers_report() -> None:
     assert index.plan().saves == {"wider": (2, 3 * PAGE)}
 
 
+# What is fetched from a store.
+
+
+def fetch(index: Index, identifier: str, rows: int = 1, deadline: float = 1.0) -> int | None:
+    slot = index.fetch(identifier, "image", rows, key=7, deadline=deadline)
+    index.check()
+    return slot
+
+
+def test_what_all_workers_have_fetched_is_kept_and_heard_of_once() -> None:
+    index = make()
+    assert fetch(index, "A", rows=2) == 0
+    plan = index.plan()
+    assert plan.fetches == {0: Fetch(7, 2, 2 * PAGE)}
+    for _ in range(2):  # it may take some steps
+        index.settle(plan.step, {})
+        assert index.awaits(0)
+        assert not index.promise("A", 2)
+        plan = index.plan()
+        assert (plan.fetches, plan.heard) == ({}, ())
+    index.settle(plan.step, {0: 2 * PAGE})
+    assert not index.awaits(0)
+    assert kept(index, "A", rows=2) == [True]
+    index.settle(plan.step + 1, {0: 2 * PAGE})  # reported again, before they knew
+    index.check()
+    assert index.plan().heard == ()
+
+
+def test_the_next_plan_says_what_was_heard_of() -> None:
+    index = make()
+    fetch(index, "A")
+    index.settle(index.plan().step, {0: PAGE})
+    plan = index.plan()
+    assert (plan.heard, plan.evictions) == ((0,), ())
+
+
+@pytest.mark.parametrize("nbytes", [None, PAGE + 1], ids=["not found", "too large"])
+def test_what_workers_have_not_or_could_not_keep_is_dropped(nbytes: int | None) -> None:
+    index = make()
+    fetch(index, "A")
+    index.settle(index.plan().step, {0: nbytes})
+    assert not index.awaits(0)
+    assert (len(index), index.size) == (0, 0)
+    plan = index.plan()
+    assert (plan.heard, plan.evictions) == ((), (0,))
+
+
+def test_what_is_fetched_wider_than_expected_fits_the_next_time() -> None:
+    index = make()
+    fetch(index, "A")
+    index.settle(index.plan().step, {0: 2 * PAGE})
+    fetch(index, "A")
+    assert index.plan().fetches == {1: Fetch(7, 1, 2 * PAGE)}
+
+
+def test_an_item_is_fetched_once_for_all_who_want_it() -> None:
+    index = make()
+    assert fetch(index, "A") == 0
+    index.plan()
+    assert fetch(index, "A") == 0
+    assert fetch(index, "A", rows=2) is None  # another item, which will be encoded
+    assert index.plan().fetches == {}
+
+
+def test_what_is_kept_or_being_encoded_is_not_fetched() -> None:
+    index = make()
+    keep(index, "A")
+    index.allocate("B", "image", 1)
+    assert [fetch(index, "A"), fetch(index, "A", rows=2), fetch(index, "B")] == [None, None, None]
+    assert kept(index, "A") == [True]
+
+
+def test_what_has_no_room_is_not_fetched() -> None:
+    index = make(3)
+    keep(index, "A")
+    assert fetch(index, "too large", rows=4) is None
+    assert fetch(index, "B", rows=2) == 1
+    assert fetch(index, "C", rows=2) is None  # what is being fetched isn't evicted for it
+    assert fetch(index, "D") == 2  # but what is kept is
+    assert index.plan().evictions == (0,)
+
+
+def test_a_fetch_that_takes_too_long_is_given_up_and_its_answer_ignored() -> None:
+    index = make()
+    fetch(index, "A", deadline=1.0)
+    fetch(index, "B", deadline=2.0)
+    plan = index.plan()
+    index.give_up(0.9)
+    assert index.awaits(0)
+    index.give_up(1.0)
+    index.check()
+    assert (index.awaits(0), index.awaits(1)) == (False, True)
+    later = index.plan()
+    assert later.evictions == (0,)
+    index.settle(plan.step, {0: PAGE, 1: PAGE})
+    assert kept(index, "A", "B") == [False, True]
+    index.give_up(2.0)  # it isn't fetched any more
+    assert kept(index, "B") == [True]
+
+
+def test_what_was_given_up_before_its_plan_is_in_none() -> None:
+    index = make()
+    fetch(index, "A", deadline=1.0)
+    index.give_up(1.0)
+    assert index.plan().fetches == {}
+
+
+def test_an_item_that_is_encoded_before_it_is_fetched_has_a_slot_of_its_own() -> None:
+    index = make(1)
+    fetch(index, "A")
+    plan = index.plan()
+    assert not index.allocate("A", "image", 1)
+    index.check()
+    later = index.plan()
+    assert (later.evictions, later.saves) == ((0,), {"A": (1, PAGE)})
+    index.settle(plan.step, {0: PAGE})
+    assert kept(index, "A") == [False]
+    index.settle(later.step, {1: PAGE})
+    assert kept(index, "A") == [True]
+
+
+def test_a_reset_drops_what_is_being_fetched() -> None:
+    index = make()
+    fetch(index, "A")
+    plan = index.plan()
+    fetch(index, "B")
+    index.reset()
+    index.check()
+    assert not index.awaits(0)
+    later = index.plan()
+    assert (later.fetches, later.evictions) == ({}, (0, 1))
+    index.settle(plan.step, {0: PAGE})
+    assert kept(index, "A") == [False]
+
+
+def test_an_allocation_says_whether_it_loads() -> None:
+    index = make(1)
+    assert not index.allocate("A", "image", 1)
+    index.settle(index.plan().step, {0: PAGE})
+    assert index.allocate("A", "image", 1)
+    assert not index.allocate("A", "image", 2)
+    assert not index.allocate("too large", "image", 2)
+
+
 def test_check_finds_what_is_wrong() -> None:
     index = make()
     keep(index, "A")
@@ -191,7 +335,42 @@ def test_without_vllm_the_connector_is_one_clear_error() -> None:
     )
 
 
-Kept = tuple[str, int, int]  # identifier, rows, weights
+Kept = tuple[str, int, int, int]  # identifier, rows, weights, width
+
+
+class Worker:
+    """Does what is planned, and reports it."""
+
+    def __init__(self) -> None:
+        self.memory: dict[int, Kept] = {}
+        self.wanted: dict[int, tuple[Fetch, str]] = {}
+        self.answers: dict[int, int | None] = {}
+
+    def begin(self, plan: Plan, names: dict[int, str]) -> None:
+        for slot in plan.evictions:
+            self.memory.pop(slot, None)
+        for slot in (*plan.evictions, *plan.heard):
+            self.wanted.pop(slot, None)
+            self.answers.pop(slot, None)
+        self.wanted |= {slot: (fetch, names[slot]) for slot, fetch in plan.fetches.items()}
+
+    def save(self, slot: int, item: Kept, limit: int) -> int:
+        _, rows, _, width = self.memory.get(slot, item)
+        if rows * width * PAGE <= limit:
+            self.memory.setdefault(slot, item)
+        return rows * width * PAGE
+
+    def find(self, weights: int, width: int | None) -> None:
+        """Answers the fetch that was begun first: with an item, or None."""
+        if self.wanted:
+            slot = min(self.wanted)
+            fetch, identifier = self.wanted.pop(slot)
+            item = None if width is None else (identifier, fetch.rows, weights, width)
+            self.answers[slot] = None if item is None else self.save(slot, item, fetch.limit)
+
+    @property
+    def size(self) -> int:
+        return sum(rows * width * PAGE for _, rows, _, width in self.memory.values())
 
 
 class Traffic(RuleBasedStateMachine):
@@ -200,12 +379,14 @@ class Traffic(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = make(6)
-        self.workers: list[dict[int, Kept]] = [{}, {}]
+        self.workers = [Worker(), Worker()]
         self.weights = 0
-        self.reports: deque[tuple[int, dict[int, int]]] = deque()
-        self.widths: dict[int, int] = {}
+        self.now = 0.0
+        self.names: dict[int, str] = {}
+        self.reports: deque[tuple[int, dict[int, int | None]]] = deque()
 
     @rule(
+        fetched=st.lists(st.tuples(IDENTIFIERS, ROWS), max_size=3),
         asked=st.lists(st.tuples(IDENTIFIERS, ROWS), max_size=4, unique_by=lambda item: item[0]),
         scheduled=st.integers(0, 4),
         freed=st.lists(IDENTIFIERS, max_size=2),
@@ -214,17 +395,24 @@ class Traffic(RuleBasedStateMachine):
     )
     def step(
         self,
+        fetched: list[tuple[str, int]],
         asked: list[tuple[str, int]],
         scheduled: int,
         freed: list[str],
         broken: set[tuple[int, str]],
         rows_are_wider: bool,
     ) -> None:
+        for identifier, rows in fetched:
+            slot = self.index.fetch(identifier, "image", rows, 7, self.now + 2)
+            if slot is not None:
+                assert self.names.setdefault(slot, identifier) == identifier
+                assert self.index.awaits(slot)
         answers = {each: self.index.promise(*each) for each in asked}
         here = sorted(asked[:scheduled], key=answers.__getitem__)  # those to encode first
         for identifier, rows in here:
-            self.index.allocate(identifier, "image", rows)
+            assert self.index.allocate(identifier, "image", rows) == answers[identifier, rows]
         self.index.refresh(freed)
+        self.index.give_up(self.now)
         self.index.check()
         plan = self.index.plan()
         assert all(plan.loads.get(i) is not None for i, rows in here if answers[i, rows])
@@ -233,28 +421,32 @@ class Traffic(RuleBasedStateMachine):
     def execute(
         self, plan: Plan, here: dict[str, int], broken: set[tuple[int, str]], width: int
     ) -> None:
-        sizes = []
-        for rank, memory in enumerate(self.workers):
-            for slot in plan.evictions:
-                memory.pop(slot, None)
+        reports = []
+        for rank, worker in enumerate(self.workers):
+            worker.begin(plan, self.names)
             for identifier, slot in plan.loads.items():
-                assert memory[slot] == (identifier, here[identifier], self.weights)
+                assert worker.memory[slot][:3] == (identifier, here[identifier], self.weights)
             seen = {}
             for identifier, (slot, limit) in plan.saves.items():
-                nbytes = here[identifier] * PAGE * width
-                if slot in memory:
-                    seen[slot] = memory[slot][1] * PAGE * self.widths[slot]
-                elif (rank, identifier) not in broken:
-                    seen[slot] = nbytes
-                    if nbytes <= limit:
-                        memory[slot] = identifier, here[identifier], self.weights
-                        self.widths[slot] = width
-            sizes.append(seen)
-            bytes_kept = sum(
-                rows * PAGE * self.widths[slot] for slot, (_, rows, _) in memory.items()
-            )
-            assert bytes_kept <= self.index.max_size
-        self.reports.append((plan.step, dict(sizes[0].items() & sizes[1].items())))
+                if slot in worker.memory or (rank, identifier) not in broken:
+                    item = identifier, here[identifier], self.weights, width
+                    seen[slot] = worker.save(slot, item, limit)
+            assert worker.size <= self.index.max_size
+            reports.append(seen | worker.answers)
+        one, other = reports
+        agreed = {
+            slot: one[slot] if one[slot] == other[slot] else None
+            for slot in one.keys() & other.keys()
+        }
+        self.reports.append((plan.step, agreed))
+
+    @rule(rank=st.integers(0, 1), width=st.sampled_from([None, 1, 1, 2]))
+    def find(self, rank: int, width: int | None) -> None:
+        self.workers[rank].find(self.weights, width)
+
+    @rule()
+    def wait(self) -> None:
+        self.now += 1
 
     @precondition(lambda self: self.reports)
     @rule()
@@ -271,12 +463,16 @@ class Traffic(RuleBasedStateMachine):
         self.index.check()
 
     def teardown(self) -> None:
+        self.index.give_up(self.now + 2)
         while self.reports:
             self.hear()
         self.execute(self.index.plan(), {}, set(), 1)
-        for memory in self.workers:
-            kept = {identifier: slot for slot, (identifier, _, _) in memory.items()}
+        self.hear()
+        self.execute(self.index.plan(), {}, set(), 1)
+        for worker in self.workers:
+            kept = {identifier: slot for slot, (identifier, *_) in worker.memory.items()}
             assert kept == self.index.slots()
+            assert (worker.wanted, worker.answers) == ({}, {})
 
 
 TestTraffic = Traffic.TestCase

@@ -247,7 +247,10 @@ class Engine:
             cache_size=cache_size, vllm_config=config
         )
         self.scheduler.max_num_encoder_input_tokens = cache_size
-        self.workers = [Worker(config) for _ in range(config.parallel_config.tensor_parallel_size)]
+        self.workers = []
+        for rank in range(config.parallel_config.tensor_parallel_size):
+            config.parallel_config.rank = rank  # as in that worker's process
+            self.workers.append(Worker(config))
         self.requests: dict[str, Any] = {}
         self.finished: dict[str, str] = {}
         self.unheard: deque[tuple[Any, Any]] = deque()

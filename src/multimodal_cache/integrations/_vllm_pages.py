@@ -23,7 +23,7 @@ class _Item:
 
 
 class Pages:
-    """Copies of tensors, by slot, in pages of host memory: pinned, if the tensors are CUDA's.
+    """Copies of tensors, by slot, in pages of host memory: pinned, if they are for CUDA.
 
     torch rounds pinned memory up to a power of two and keeps what is freed for another piece of
     that size: pages of one size waste nothing of that.
@@ -40,35 +40,39 @@ class Pages:
         """Bytes of host memory."""
         return sum(len(item.pages) for item in self._items.values()) * PAGE
 
-    def save(self, slot: int, tensor: torch.Tensor, limit: int) -> int | None:
+    def save(
+        self, slot: int, tensor: torch.Tensor, limit: int, device: torch.device | None = None
+    ) -> int | None:
         """Keeps a copy of a tensor in a slot. One that is there already stays.
 
         Args:
             slot: Where.
             tensor: Of any shape and strides.
             limit: Bytes of host memory that the copy may take: one that takes more isn't kept.
+            device: Where ``load`` brings it; by default where it comes from.
 
         Returns:
             The bytes of the tensor, or None: there was no memory for a copy.
         """
         if slot in self._items:
             return self._items[slot].nbytes
+        device = tensor.device if device is None else device
         data = tensor.detach().reshape(-1).view(torch.uint8)
         if taken(data.nbytes) > limit:
             return data.nbytes
         try:
-            pages = [_new_page(tensor.is_cuda) for _ in range(taken(data.nbytes) // PAGE)]
+            pages = [_new_page(device.type == "cuda") for _ in range(taken(data.nbytes) // PAGE)]
         except RuntimeError as error:
             logger.warning("no host memory to keep an item of %d bytes: %s", data.nbytes, error)
             return None
         for i, page in enumerate(pages):
             piece = data[i * PAGE : (i + 1) * PAGE]
             page[: len(piece)].copy_(piece, non_blocking=True)
-        self._items[slot] = _Item(pages, data.nbytes, tensor.dtype, tensor.shape, tensor.device)
+        self._items[slot] = _Item(pages, data.nbytes, tensor.dtype, tensor.shape, device)
         return data.nbytes
 
     def load(self, slot: int) -> torch.Tensor:
-        """Returns a new tensor, on the device of the one that was saved and equal to it.
+        """Returns a new tensor, on the device for which it was saved, equal to that one.
 
         Raises:
             KeyError: There is none in this slot.
