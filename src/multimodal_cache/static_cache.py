@@ -644,10 +644,9 @@ class MultiModalStaticCache(MultimodalCache):
         """Takes an entry out of the books and returns it, or more, for the caller to drop."""
         if self._changing is not None:
             self._mend()
-        try:
-            entry = self._entries[key]
-        except KeyError:
+        if key not in self._entries:
             return None
+        entry = self._entries[key]
         self._changing = key
         del self.mm_cache[key]
         if entry[3] is not None:

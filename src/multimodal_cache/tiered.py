@@ -337,10 +337,9 @@ class _HostMemory(MultiModalStaticCache):
     def _remove(self, key: int) -> tuple[Any, ...] | None:
         if self._changing is not None:
             self._mend()
-        try:
-            entry = self._entries[key]
-        except KeyError:
+        if key not in self._entries:
             return None
+        entry = self._entries[key]
         self._changing = key
         on_device = self._leave_device(key)
         if self._changing is not None:  # else one has run nevertheless, and mended
