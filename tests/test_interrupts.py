@@ -98,10 +98,15 @@ def interrupt_at(instruction: int, call: Callable[[], object]) -> bool:
             raise Interrupted
         return trace
 
+    def apart() -> Iterator[object]:
+        # A handler that is broken off at its last instruction leaves its error being handled for
+        # ever, as the context of all that follow. A generator has that to itself.
+        yield call()
+
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        call()
+        next(apart())
     except Interrupted:
         return True
     finally:
