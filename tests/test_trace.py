@@ -160,6 +160,69 @@ def test_the_hit_right_after_a_set_can_be_left_out(kind: str, path: Path) -> Non
     assert recorded == [["1,40", "2,80", "1,40", "2,80", "3,40", "4,40"]] * 2
 
 
+@KINDS
+def test_a_hit_is_left_out_once_also_when_others_are_written_meanwhile(
+    kind: str, path: Path
+) -> None:
+    with Trace(path, skip_first_hit=True) as trace:
+        cache = made(kind, 1000, trace=trace)
+        for key in (1, 2):
+            cache.set(key, result(10))
+            cache.get_single(key)
+            cache.get_single(key)
+        trace.flush()
+        cache.set(1, result(10))  # it is there, and is looked up again
+        trace.flush()
+        for key in (2, 1, 1, 2):
+            cache.get_single(key)
+    assert rows(path) == ["1,40", "1,40", "2,40", "2,40", "2,40", "1,40", "2,40"]
+
+
+def test_hits_that_have_a_row_already_end_at_the_last_row_too(path: Path) -> None:
+    with Trace(path, max_rows=5) as trace:
+        cache = MultiModalStaticCache(1000, trace=trace)
+        cache.set(1, result(10))
+        for hits in (1, 10):
+            for _ in range(hits):
+                cache.get_single(1)
+            trace.flush()
+    assert rows(path) == ["1,40"] * 5
+
+
+@KINDS
+def test_a_list_in_the_place_of_an_item_has_all_its_hits(kind: str, path: Path) -> None:
+    with Trace(path, skip_first_hit=True) as trace:
+        cache = made(kind, 90, trace=trace)
+        cache.set(hash((1, 2)), result(10))
+        cache.set(3, result(20))
+        assert hash((1, 2)) not in cache
+        cache.set(cache.combine_hashes([1, 2]), result(20))
+        for _ in range(2):
+            assert cache.get([1, 2]) is not None
+            trace.flush()
+    assert rows(path) == ["1,40", "2,80", "1,80", "1,80", "1,80"]
+
+
+def test_a_set_whose_entry_is_gone_leaves_out_no_other_hit(path: Path) -> None:
+    with Trace(path, skip_first_hit=True) as trace:
+        cache = MultiModalStaticCache(1000, trace=trace)
+        after_set = trace.after_set
+
+        def free_first(key: int, is_there: bool, **how: bool) -> None:
+            cache.free(key, None)
+            after_set(key, is_there, **how)
+
+        trace.after_set = free_first  # type: ignore[method-assign]
+        cache.set(1, result(10))
+        trace.after_set = after_set  # type: ignore[method-assign]
+        cache.set(2, result(10))
+        for key in (2, 2, 2):
+            cache.get_single(key)
+        trace.flush()
+        assert not trace._looked_up_next  # else every row is looked at from now on
+    assert rows(path) == ["1,40", "2,40", "2,40", "2,40"]
+
+
 def test_memory_that_ran_out_is_a_request_too(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("out of memory")

@@ -337,7 +337,7 @@ class MultiModalStaticCache(MultimodalCache):
             return False
         finally:
             if trace is not None:
-                trace.after_set(key, bool(stored))
+                trace.after_set(key, bool(stored), is_list=items is not None)
             if evicted:
                 self._report(evicted)
         if stored is None:

@@ -231,7 +231,7 @@ class TieredCache(MultiModalStaticCache):
                 here = key in self.host._entries
         finally:
             if self.host._trace is not None:
-                self.host._trace.after_set(key, bool(stored and here))
+                self.host._trace.after_set(key, bool(stored and here), is_list=items is not None)
             if leaving:
                 self.host._report(leaving)
         if stored is None:

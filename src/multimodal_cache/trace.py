@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import operator
 import os
 import threading
 import zlib
@@ -17,14 +16,14 @@ LONG = 1000
 """How many events may wait before they are written."""
 
 _GZIP = 31  # zlib's wbits for a gzip file
-_REQUEST, _HIT_OF_ITEM, _SET, _FORGET = range(4)
+_REQUEST, _HIT_OF_ITEM, _SET_OF_ITEM, _SET_OF_LIST, _FORGET = range(5)
 
 
 class _Event:
     """What happened to a key, or to all for None; and its row, once it is known.
 
-    The hits of an entry are one event again and again: the entry keeps its number, as it has left
-    the cache when its key gets another one.
+    The hits of an entry are one event until that has a row, and then that row itself, again and
+    again: the entry keeps its number, as it has left the cache when its key gets another one.
     """
 
     __slots__ = ("key", "kind", "nbytes", "row")
@@ -34,9 +33,6 @@ class _Event:
         self.key = key
         self.nbytes = nbytes
         self.row = ""
-
-
-_row = operator.attrgetter("row")
 
 
 class Trace:
@@ -85,10 +81,10 @@ class Trace:
         self.path = os.fspath(path)
         self._rows_left = max_rows
         self._skip_first_hit = skip_first_hit
-        self._events: list[_Event] = []
+        self._events: list[_Event | str] = []
         self._numbers: dict[int | None, int] = {}
         self._last_number = 0
-        self._looked_up_next: set[int | None] = set()
+        self._looked_up_next: set[int | None] = set()  # the numbers of their keys
         self._lock = threading.RLock()
         self._is_writing = False
         self._is_open = True
@@ -109,7 +105,7 @@ class Trace:
         append = events.append
 
         def hit() -> None:
-            append(event)
+            append(event.row or event)
             if len(events) > LONG:
                 self._drain()
 
@@ -123,10 +119,10 @@ class Trace:
         """Makes a key a new one, or all of them for None. It doesn't write."""
         self._events.append(_Event(_FORGET, key))
 
-    def after_set(self, key: int, is_there: bool) -> None:
+    def after_set(self, key: int, is_there: bool, *, is_list: bool) -> None:
         """Hears what ``set`` is about to return. It may write."""
         if is_there and self._skip_first_hit:
-            self._events.append(_Event(_SET, key))
+            self._events.append(_Event(_SET_OF_LIST if is_list else _SET_OF_ITEM, key))
         self.tend()
 
     def tend(self) -> None:
@@ -180,40 +176,51 @@ class Trace:
     def _write_events(self) -> None:
         self._is_writing = True
         try:
-            rows = self._next_rows()
-            self._write("".join(rows))
+            text, count = self._next_rows()
+            self._write(text)
         finally:
             self._is_writing = False
-        self._rows_left -= len(rows)
+        self._rows_left -= count
         if self._is_open and not self._rows_left:
             logger.info("%s has all the rows it may have: no more is recorded", self.path)
             self._end()
 
-    def _next_rows(self) -> list[str]:
+    def _next_rows(self) -> tuple[str, int]:
         """Takes what is waiting, and returns the rows that it makes, as many as there may be."""
         events = self._events[:]
         del self._events[: len(events)]  # others may have appended meanwhile
-        again = self._looked_up_next
-        rows = list(map(_row, events))
-        if again or not all(rows):
-            rows = [
-                row for each in events if (row := (not again and each.row) or self._row_of(each))
-            ]
-        return rows[: self._rows_left]
+        if not self._looked_up_next and len(events) <= self._rows_left:
+            try:
+                return "".join(events), len(events)  # type: ignore[arg-type]  # rows alone, mostly
+            except TypeError:
+                pass
+        rows = [row for event in events if (row := self._row_of(event))][: self._rows_left]
+        return "".join(rows), len(rows)
 
-    def _row_of(self, event: _Event) -> str:
+    def _row_of(self, event: _Event | str) -> str:
         """Returns the row that an event makes, if any, and does what else it does."""
+        if isinstance(event, str):
+            number = int(event.partition(",")[0]) if self._looked_up_next else None
+            return "" if self._is_first_hit(number) else event
         key = event.key
         if event.kind == _FORGET:
             self._forget(key)
-        elif event.kind == _SET:
-            self._looked_up_next.add(key)
-        elif event.kind == _HIT_OF_ITEM and key in self._looked_up_next:
-            self._looked_up_next.remove(key)
-        else:
+        elif event.kind == _SET_OF_ITEM:
+            if key in self._numbers:  # else it was freed meanwhile
+                self._looked_up_next.add(self._numbers[key])
+        elif event.kind == _SET_OF_LIST:  # which has taken the place of an item, if there was one
+            self._looked_up_next.discard(self._numbers.get(key))
+        elif event.kind != _HIT_OF_ITEM or not self._is_first_hit(self._numbers.get(key)):
             event.row = event.row or f"{self._number(key)},{event.nbytes}\n"
             return event.row
         return ""
+
+    def _is_first_hit(self, number: int | None) -> bool:
+        """Whether a hit is the one that is left out after a ``set``."""
+        if number not in self._looked_up_next:
+            return False
+        self._looked_up_next.remove(number)
+        return True
 
     def _number(self, key: int | None) -> int:
         number = self._numbers.get(key)
@@ -227,8 +234,7 @@ class Trace:
             self._numbers.clear()
             self._looked_up_next.clear()
         else:
-            self._numbers.pop(key, None)
-            self._looked_up_next.discard(key)
+            self._looked_up_next.discard(self._numbers.pop(key, None))
 
     def _write(self, text: str) -> None:
         data = text.encode()
